@@ -107,68 +107,29 @@ def test_a_commit_is_that_of_a_loop_over_rows_and_tokens(
     assert state.seq_len is seq_len  # the cache's own tensor, written in place
 
 
-def state_of(n: int, *, eos_ids: tuple[int, ...] = (), max_tokens: int = 10, ignore_eos: bool = False) -> BatchState:
+def state_of(n: int, *, max_tokens: int = 10) -> BatchState:
     """n slots with the prompt 1, 2, 3, the last of which is pending."""
-    state = BatchState.idle(torch.zeros(n, dtype=torch.int64), HISTORY, VOCAB, eos_ids)
+    state = BatchState.idle(torch.zeros(n, dtype=torch.int64), HISTORY, VOCAB, ())
     for slot in range(n):
-        state.assign(slot, [1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), seed=slot)
+        state.assign(slot, [1, 2, 3], SamplingParams(max_tokens=max_tokens), seed=slot)
     return state
 
 
-def commit(state: BatchState, drafted: list[int], n_accepted: int, next_token: int) -> list[list[int]]:
-    """The same round for all slots -> emitted, judged, accepted and the tokens emitted, of each."""
-    n, gamma = len(state.pending), len(drafted)
-    max_accept = torch.minimum(torch.tensor([gamma]), state.remaining - 1).clamp(min=0)
-    result = AcceptResult(torch.minimum(torch.tensor([n_accepted]), max_accept), torch.full((n,), next_token))
-    out = state.commit(torch.tensor([drafted] * n, dtype=torch.int64).view(n, gamma), max_accept, result)
-    return [[emitted, judged, accepted, *tokens[:emitted]] for emitted, judged, accepted, *tokens in out.tolist()]
-
-
-@pytest.mark.parametrize("place", range(5))
-def test_eos_at_every_place_of_a_round_is_the_last_token_kept(place: int) -> None:
-    tokens = [4, 5, 4, 5, 4]
-    tokens[place] = 6
-    state = state_of(1, eos_ids=(6,))
-    kept = tokens[: place + 1]
-    assert commit(state, tokens[:4], 4, tokens[4]) == [[len(kept), min(place + 1, 4), min(place + 1, 4), *kept]]
-    assert state.history[0, : 3 + len(kept)].tolist() == [1, 2, 3, *kept]
-    assert state.seq_len.tolist() == [2 + len(kept)] and state.pending.tolist() == [6]
-    assert state.active.tolist() == [False] and state.remaining.tolist() == [10 - len(kept)]
-
-
-def test_eos_that_is_ignored_or_past_the_end_of_the_round_ends_nothing() -> None:
-    state = state_of(1, eos_ids=(6,), ignore_eos=True)
-    assert commit(state, [6, 6], 2, 6) == [[3, 2, 2, 6, 6, 6]] and state.active.tolist() == [True]
-    state = state_of(1, eos_ids=(6,))
-    assert commit(state, [4, 6, 6], 1, 5) == [[2, 3, 1, 4, 5]] and state.active.tolist() == [True]
-
-
-def test_a_row_that_ended_is_changed_by_no_later_round() -> None:
-    state = state_of(2, eos_ids=(6,))
-    state.stop_on_eos[1] = False
-    commit(state, [6, 4], 2, 5)
-    ended = [x[0].clone() for x in (state.seq_len, state.pending, state.history, state.remaining)]
-    assert commit(state, [5, 4], 2, 4) == [[0, 0, 0], [3, 2, 2, 5, 4, 4]]
-    for before, now in zip(ended, (state.seq_len, state.pending, state.history, state.remaining), strict=True):
-        assert torch.equal(before, now[0])
-    assert state.active.tolist() == [False, True]
-
-
-def test_a_text_ends_where_its_tokens_are_used_up() -> None:
-    state = state_of(1, max_tokens=3)
-    assert commit(state, [4, 4, 4, 4], 4, 5) == [[3, 2, 2, 4, 4, 5]]  # max_accept leaves room for the target's own
-    assert state.active.tolist() == [False] and state.remaining.tolist() == [0]
-
-
 def test_a_vacant_slot_is_put_to_use_again_with_nothing_left_of_its_last_text() -> None:
+    def commit(draft: int, own: int) -> list[list[int]]:
+        """A round in which each slot drafted one token, and keeps it: the tokens that it emits."""
+        result = AcceptResult((state.remaining > 1).long(), torch.full((2,), own))
+        out = state.commit(torch.full((2, 1), draft), torch.ones(2, dtype=torch.int64), result)
+        return [tokens[:n] for n, _, _, *tokens in out.tolist()]
+
     state = state_of(2, max_tokens=2)
     state.table.temperature[0] = 1.0
-    commit(state, [4], 1, 5)
+    assert commit(4, 5) == [[4, 5]] * 2
     state.free(0)
     assert state.pending.tolist()[0] == 0 and float(state.table.temperature[0]) == 0.0
     state.assign(0, [6], SamplingParams(max_tokens=4, ignore_eos=True), seed=9)
     assert state.seq_len.tolist() == [0, 4] and state.pending.tolist() == [6, 5]
-    assert commit(state, [1], 1, 2) == [[2, 1, 1, 1, 2], [0, 0, 0]]
+    assert commit(1, 2) == [[1, 2], []]
     assert state.history[0, :3].tolist() == [6, 1, 2]
 
 
@@ -215,7 +176,7 @@ def test_no_tensor_of_rows_takes_the_place_of_another(field: str) -> None:
 @pytest.mark.parametrize("compiled", [None, {}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 64])
-def test_rounds_are_planned_by_the_mean_only_where_our_kernels_attend(
+def test_rounds_are_planned_by_the_mean_for_our_kernels(
     head_dim: int, dtype: torch.dtype, compiled: Options | None
 ) -> None:
     """Else a step reads the view of the longest row for every row, however few keys the others have."""

@@ -119,9 +119,7 @@ def test_what_is_compiled_does_not_grow_with_the_layers(name: str, parts: Parts)
     assert counts[0] == counts[1]
 
 
-def test_whole_engines_of_few_and_of_many_layers_compile_as_many_graphs_parts_and_nodes(
-    parts: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_of_few_and_many_layers_compile_as_many_nodes(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiling takes, without a clock: it was minutes for 32 layers, and is as long as for two."""
     monkeypatch.setattr(gpt_fast_sd.loading.prepare, "can_compile", lambda device: True)
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
@@ -142,9 +140,7 @@ def test_whole_engines_of_few_and_of_many_layers_compile_as_many_graphs_parts_an
 
 
 @pytest.mark.parametrize("what", ["strides", "dtype", "shape"])
-def test_a_model_whose_layers_differ_in_what_a_compiled_layer_takes_for_granted_is_refused(
-    what: str, parts: Parts
-) -> None:
+def test_a_model_whose_layers_differ_is_refused(what: str, parts: Parts) -> None:
     """Code for the first layer would misread the weights of the others."""
     model = tiny_model(tiny_config(n_layers=3))
     owner: Any = model.layers[2].attention.wo if what == "strides" else model.layers[2].attention_norm
@@ -218,9 +214,7 @@ def test_what_compiles_is_told_step_by_step() -> None:
     assert {what for what, *_ in told} == {"warm up"}
 
 
-def test_an_engine_that_is_gone_leaves_no_weights_and_no_cache_behind(
-    parts: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_gone_leaves_nothing_behind(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt_fast_sd.loading.prepare, "can_compile", lambda device: True)
     config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="fp32")
     one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24, gamma=2))
@@ -242,11 +236,15 @@ def test_weights_that_take_the_place_of_others_count(parts: Parts) -> None:
         torch.testing.assert_close(step(model, *args)[0], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_timing_steps_leaves_the_prompts_alone_that_slots_hold() -> None:
+@pytest.mark.parametrize("cheap", ["lookup", "standalone"])
+def test_timing_steps_leaves_the_prompts_alone_that_slots_hold(cheap: str) -> None:
     config = EngineConfig(batch_size=1, max_seq_len=900, device="cpu", dtype="fp32", compile=False)
-    one, prompt = Engine(tiny_model(), None, config), random_ids(600)
-    one.generate([prompt], SamplingParams(max_tokens=1))
+    one, prompt, params = Engine(tiny_model(), None, config), random_ids(600), SamplingParams(max_tokens=9)
+    expected = one.generate([prompt], params)[0].tokens
     before = [buffer[:, :, :599].clone() for buffer in one.cache.buffers]
-    one.redraft(DraftConfig(policy="hierarchy", budget=24))  # its steps write further than it drafts
+    theirs = tiny_model(tiny_config(n_layers=1), seed=1) if cheap == "standalone" else None
+    draft = DraftConfig(policy="hierarchy", budget=24, cheap=cheap, draft_model="given" if theirs else None)
+    one.redraft(draft, theirs)  # its steps write further than it drafts
     one.warm_up()
     assert all(torch.equal(a, b[:, :, :599]) for a, b in zip(before, one.cache.buffers, strict=True))
+    assert one.generate([prompt], params)[0].tokens == expected and one.stats.prefill_tokens == 0

@@ -67,8 +67,8 @@ def a_compiler() -> None:
             pytest.skip("there is no C++ compiler")
 
 
-def test_without_a_compiler_the_warning_names_the_line_that_builds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_compiler() -> str:
+def test_without_a_compiler_one_warning_names_the_line_and_all_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*args: Any) -> str:
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", no_compiler)
@@ -76,6 +76,7 @@ def test_without_a_compiler_the_warning_names_the_line_that_builds_the_engine(mo
     with pytest.warns(UserWarning, match="needs a C\\+\\+ compiler") as warned:
         Engine(tiny_model(SMALL), None, config)
     assert [one.filename for one in warned] == [__file__]
+    assert "C++ compiler" in warning_of_an_eager_run()
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +91,7 @@ def small() -> Engine:
     return make(SMALL, compile=True, batch_size=2)
 
 
-def test_the_first_call_compiles_and_prompts_of_all_lengths_share_its_graphs_and_get_the_eager_tokens(
-    large: Engine,
-) -> None:
+def test_prompts_of_all_lengths_share_the_graphs_of_the_first_call(large: Engine) -> None:
     assert graphs(large) == (0, 0)
     large.generate([[1]], SamplingParams(max_tokens=1))
     assert graphs(large) == (1, 1)
@@ -120,17 +119,6 @@ def test_compiled_logits_are_near_the_eager_ones(large: Engine) -> None:
     assert (large.logits(ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_without_a_compiler_one_warning_is_given_and_the_engine_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import cpp_builder
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    def none_found(*args: Any) -> str:
-        raise InvalidCxxCompiler
-
-    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
-    assert "C++ compiler" in warning_of_an_eager_run()
-
-
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -142,15 +130,13 @@ def test_a_compiler_that_cannot_build_is_one_warning_and_the_engine_runs_eagerly
     script: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It told its version, which was all that was asked, and a page of Dynamo's traceback ended the run later."""
-    from torch._inductor import cpp_builder
-
     (broken := tmp_path / "c++").write_text(f"#!/bin/sh\n{script}\n")
     broken.chmod(0o755)
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda *_: str(broken))
     assert f"{broken} cannot build a module for Python {said}: running eagerly" in warning_of_an_eager_run()
 
 
-def test_where_nothing_can_be_written_one_warning_is_given_and_the_engine_runs_eagerly(
+def test_where_nothing_can_be_written_it_warns_and_runs_eagerly(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Full(io.BytesIO):
@@ -170,16 +156,12 @@ def test_a_cache_folder_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_an_engine_asked_not_to_compile_does_not_look_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import cpp_builder
-
     monkeypatch.delattr(cpp_builder, "get_cpp_compiler")
     assert len(tokens(make(SMALL, compile=False), upto=2)) == 2
 
 
 @pytest.mark.parametrize("compile", [True, False])
-def test_what_steps_wait_for_is_begun_to_build_before_weights_are_read(
-    monkeypatch: pytest.MonkeyPatch, compile: bool
-) -> None:
+def test_building_begins_before_weights_are_read(monkeypatch: pytest.MonkeyPatch, compile: bool) -> None:
     order: list[str] = []
 
     def read(*args: Any, **kwargs: Any) -> None:

@@ -74,6 +74,14 @@ def test_nonsense_is_refused_by_name(config: type, fields: dict[str, Any]) -> No
         ),
         ({"policy": "early_exit", "view": "all"}, "view must be one of .*, got 'all'"),
         ({"policy": "standalone", "draft_model": "m", "view": "guided"}, "view 'guided' needs the target's own cache"),
+        *(
+            ({"policy": p, "quantize": "int8"}, f"quantize 'int8' is for a model that drafts: policy '{p}'")
+            for p in ("off", "lookup")
+        ),
+        *(
+            ({"policy": "streaming", "quantize": q}, f"quantize must be one of int8, int4, float8, got {q!r}")
+            for q in ("int3", True)
+        ),
         ({"policy": "streaming", "budget": 11}, "budget must be at least 12 for streaming, got 11"),
         ({"policy": "streaming", "n_sink": 9, "budget": 16}, "budget must be at least 17 for streaming, got 16"),
         ({"policy": "snapkv", "budget": 63}, "budget must be at least 64 for snapkv, got 63"),

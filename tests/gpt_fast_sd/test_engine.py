@@ -318,9 +318,7 @@ def test_logits_are_those_of_the_whole_text(n: int) -> None:
 
 @pytest.mark.parametrize(("kv_dtype", "of_model", "most"), [("bf16", False, 0.05), ("fp16", False, 0.05),
                                                             (None, True, 0.1)])  # fmt: skip
-def test_16_bits_of_a_cache_or_of_the_whole_model_run_and_stay_near(
-    kv_dtype: str | None, of_model: bool, most: float
-) -> None:
+def test_16_bits_of_a_cache_or_of_all_run_and_stay_near(kv_dtype: str | None, of_model: bool, most: float) -> None:
     config = EngineConfig(batch_size=4, max_seq_len=768, device="cpu", compile=False, kv_dtype=kv_dtype)
     wide, narrow = engine(), Engine(tiny_model(dtype=torch.bfloat16 if of_model else torch.float32), config=config)
     assert narrow.cache.bytes_per_token == wide.cache.bytes_per_token // 2

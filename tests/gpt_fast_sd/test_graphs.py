@@ -109,9 +109,7 @@ def test_an_engine_that_goes_takes_nothing_along_that_another_needs(cuda: Cuda, 
     assert tokens(one) == expected
 
 
-def test_many_pools_one_after_another_leave_alone_the_streams_of_one_that_stays(
-    cuda: Cuda, expected: list[list[int]]
-) -> None:
+def test_many_pools_leave_alone_the_streams_of_one_that_stays(cuda: Cuda, expected: list[list[int]]) -> None:
     one = engine()
     assert tokens(one) == expected
     for _ in range(20):  # torch hands out 32 streams cyclically
@@ -188,9 +186,7 @@ def test_the_graphs_that_are_held_are_those_that_were_planned_for(cuda: Cuda) ->
 
 
 @ONE_RULE
-def test_a_result_is_waited_for_on_the_stream_that_its_round_is_replayed_on(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_is_waited_for_where_its_round_is_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are captured on a stream of the engine's pool, and replayed on the current one, where events stand."""
     one, seen = engine(), list[tuple[str, int]]()
     tokens(one)
@@ -337,9 +333,7 @@ BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keep
 @pytest.mark.parametrize(
     "policy", few(["streaming", "guided", "quest", "snapkv", "lookup", "hierarchy"], ["guided", "snapkv", "lookup"])
 )
-def test_whatever_a_captured_round_reads_on_the_host_is_accounted_for(
-    policy: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_captured_round_reads_is_accounted_for(policy: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     one, read = engine(policy), set[str]()
     one.warm_up()
     capturing, capture = list[bool](), GraphPool.__call__
@@ -443,9 +437,7 @@ def grouped(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Parallel:
     return Parallel(torch.device("cpu"), mesh=object(), owned=True)  # type: ignore[arg-type]
 
 
-def test_a_group_of_processes_ends_with_engines_in_scope(
-    cuda: Cuda, grouped: Parallel, expected: list[list[int]]
-) -> None:
+def test_a_group_ends_with_engines_in_scope(cuda: Cuda, grouped: Parallel, expected: list[list[int]]) -> None:
     with grouped.guard():
         one, other = engine(parallel=grouped), engine("off", parallel=grouped)
         assert tokens(one) == tokens(other) == expected
@@ -474,9 +466,7 @@ def test_a_batch_job_ends_its_group_when_it_is_done(
 
 
 @ONE_RULE
-def test_seconds_of_captures_are_counted_apart_and_teach_the_planner_nothing(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seconds_of_captures_teach_the_planner_nothing(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     one, gammas, learned = engine(gamma="auto"), itertools.cycle([3, 2, 3, 1]), list[float | None]()
     one.warm_up()
     record = one.schedule.planner.record_whole

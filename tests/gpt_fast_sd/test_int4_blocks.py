@@ -98,7 +98,7 @@ def test_keys_of_int4_layers_are_evened_as_those_of_the_model_are(tmp_path: Path
         assert own.attention.wqkv.bias.equal(other.attention.wqkv.bias)
 
 
-def test_a_matrix_with_a_part_of_another_kind_is_quantized_anew_and_the_others_are_kept(tmp_path: Path) -> None:
+def test_only_a_matrix_with_a_part_of_another_kind_is_quantized_anew(tmp_path: Path) -> None:
     values = torch.randn(32, 96).numpy()
     mixed = {"blk.1.attn_v.weight": (stored(values, Kind.Q8_0), Kind.Q8_0)}
     model = load_model(file_of(tmp_path, tensors=mixed), dtype=torch.float32)

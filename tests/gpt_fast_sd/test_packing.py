@@ -120,9 +120,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     ],
     indirect=["tiles"],
 )
-def test_products_are_those_of_fp64_bit_by_bit_rounded_alike(
-    kind: str, n_out: int, n_in: int, bias: bool, tiles: None
-) -> None:
+def test_products_have_the_bits_that_they_stand_for(kind: str, n_out: int, n_in: int, bias: bool, tiles: None) -> None:
     linear = linear_of(kind, n_out, n_in, bias=bias)
     weight, expected = stood_for(linear), same_bits(kind, linear)
     plus = linear.bias.double() if bias else None
@@ -297,7 +295,7 @@ def test_a_packed_model_is_used_like_the_model_itself(tied: bool, tmp_path: Path
         ("int4", 64, 64, torch.float16),
     ],
 )  # fmt: skip
-def test_what_the_kernel_does_not_serve_is_multiplied_by_pytorch(
+def test_pytorch_multiplies_what_the_kernel_does_not_serve(
     kind: str, n_out: int, n_in: int, dtype: torch.dtype
 ) -> None:
     linear, x = linear_of(kind, n_out, n_in, dtype=dtype), torch.randn(2, n_in).to(dtype)

@@ -150,24 +150,17 @@ def test_a_copy_that_drafts_has_an_int8_head_or_one_of_float8(name: str) -> None
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["float8"]))
-def test_drafts_of_any_precision_change_no_token(name: str) -> None:
-    params, draft = SamplingParams(max_tokens=12), DraftConfig(policy="streaming", budget=40, gamma=3, quantize=name)
-    expected = [
-        c.tokens for c in engine(model_of(), replace(draft, quantize=None), exact=True).generate(PROMPTS, params)
-    ]
-    one = engine(model_of(), draft, exact=True)
-    assert [c.tokens for c in one.generate(PROMPTS, params)] == expected
-    assert [c.tokens for c in one.generate(PROMPTS, params, speculate=False)] == expected
-    assert one.stats.drafted == 0
-
-
-@pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["int4"]))
-def test_speculation_gives_what_plain_decoding_of_the_quantized_target_gives(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "of_target"),
+    few([(name, of_target) for name in ("int8", *OF_CUDA) for of_target in (False, True)],
+        [("float8", False), ("int4", True)]),
+)  # fmt: skip
+def test_drafts_of_any_precision_give_what_plain_decoding_of_the_target_gives(name: str, of_target: bool) -> None:
     draft = DraftConfig(policy="streaming", budget=40, gamma=3, quantize=name)
-    one, params = engine(model_of(), draft, exact=True, quantize=name), SamplingParams(max_tokens=12)
+    one = engine(model_of(), draft, exact=True, quantize=name if of_target else None)
+    params = SamplingParams(max_tokens=12)
     expected = [c.tokens for c in one.generate(PROMPTS, params, speculate=False)]
+    assert one.stats.drafted == 0
     assert [c.tokens for c in one.generate(PROMPTS, params)] == expected
     assert one.stats.drafted > 0
 
@@ -214,9 +207,7 @@ def test_keys_of_weights_that_are_quantized_as_they_are_read_are_equalized(name:
 
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["float8"]))
-def test_a_target_is_quantized_layer_by_layer_as_it_is_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_is_quantized_as_it_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At no time is more there than what is quantized, a matrix, and what is planned beside it."""
     rows = 256 if name == "int4" else 64
     for module in (precisions, ops_int8):
@@ -254,7 +245,7 @@ def test_making_a_copy_takes_no_more_than_is_planned(name: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("n_rows", "copies"), [(256, 0), (300, 1)])
-def test_only_products_of_many_rows_with_int8_weights_make_a_copy_of_the_weight(
+def test_only_int8_products_of_many_rows_copy_a_weight(
     n_rows: int, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As CUDA's body allocates; the copy is in the memory plan."""
@@ -345,7 +336,7 @@ def loaded_from(folder: Path, **changes: Any) -> Any:
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("kind", ["channel", "tensor", "fbgemm_fp8"])
 @pytest.mark.filterwarnings("error")
-def test_weights_that_are_stored_in_float8_stay_so_where_they_run(kind: str, tmp_path: Path) -> None:
+def test_weights_that_are_stored_in_float8_stay_so_where_it_runs(kind: str, tmp_path: Path) -> None:
     meant = save_float8(tmp_path, kind, config=WHOLE)
     with LiveBytes() as live:
         loaded = loaded_from(tmp_path)
@@ -363,9 +354,7 @@ def test_weights_that_are_stored_in_float8_stay_so_where_they_run(kind: str, tmp
     assert len(one.generate([random_ids(20)], SamplingParams(max_tokens=4))[0].tokens) == 4
 
 
-def test_weights_that_are_stored_in_float8_are_dequantized_where_it_does_not_run_and_it_is_said_once(
-    tmp_path: Path,
-) -> None:
+def test_float8_that_does_not_run_is_dequantized_and_it_is_said_once(tmp_path: Path) -> None:
     meant = save_float8(tmp_path, config=WHOLE)
     with pytest.warns(UserWarning) as said:
         loaded = loaded_from(tmp_path)

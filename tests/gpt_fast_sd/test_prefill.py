@@ -20,6 +20,7 @@ from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.model import FORMATS, KVCache
 from gpt_fast_sd.prefill import CHUNK, Prefill
 from gpt_fast_sd.steps import Runner
+from tests.drafts import POLICIES, draft_of
 from tests.helpers import few, random_ids, thinned, tiny_config, tiny_model
 
 MAX_LEN = 4 * CHUNK
@@ -159,21 +160,17 @@ def alone(prompt: list[int], n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", ["off", "full", "streaming", "snapkv", "quest", "guided"])
-def test_a_prompt_in_a_busy_slot_is_copied_while_that_slot_decodes(policy: str) -> None:
+def test_a_prompt_in_a_busy_slot_is_copied_or_as_much_as_is_shared(policy: str) -> None:
     one, prompt = engine(policy), TEXT[:600]
-    params = [SamplingParams(max_tokens=n) for n in (40, 3, 12)]
-    got = one.generate([prompt, OTHER[:20], prompt], params)  # the third takes the second's slot, next to the first
-    assert [c.tokens for c in got] == [alone(prompt, 40), alone(OTHER[:20], 3), alone(prompt, 12)]
-    assert one.stats.prefill_tokens == 599 + 19 + 0
-
-
-@pytest.mark.parametrize("policy", ["off", "snapkv", "quest"])
-def test_prompts_that_share_a_beginning_compute_it_once(policy: str) -> None:
-    one = engine(policy, batch_size=4)
-    prompts = [[*TEXT[:600], *OTHER[i : i + 30]] for i in range(6)]
-    got = one.generate(prompts, SamplingParams(max_tokens=5))
-    assert one.stats.prefill_tokens == 629 + 5 * (629 - 2 * CHUNK)
-    assert [c.tokens for c in got] == [alone(prompt, 5) for prompt in prompts]
+    params = [SamplingParams(max_tokens=n) for n in (40, 3, 12, 5)]
+    alike = [*TEXT[:600], *OTHER[:30]]
+    got = one.generate(
+        [prompt, OTHER[:20], prompt, alike], params
+    )  # the third takes the second's slot, then the fourth
+    assert [c.tokens for c in got] == [
+        alone(prompt, 40), alone(OTHER[:20], 3), alone(prompt, 12), alone(alike, 5)
+    ]  # fmt: skip
+    assert one.stats.prefill_tokens == 599 + 19 + 0 + 629 - 2 * CHUNK
 
 
 def test_a_prompt_asked_again_in_a_later_call_is_not_computed_again() -> None:
@@ -225,31 +222,7 @@ def test_logits_of_a_text_neither_use_nor_leave_a_prefix() -> None:
     assert one.stats.prefill_tokens == 29
 
 
-def test_reuse_works_for_a_grouped_model_of_another_shape() -> None:
-    config = tiny_config(n_heads=7, n_kv_heads=1, n_layers=1)
-    wanted = EngineConfig(batch_size=2, max_seq_len=MAX_LEN, device="cpu", compile=False)
-    one, other = (Engine(tiny_model(config), None, wanted) for _ in range(2))
-    prompt, params = TEXT[:600], SamplingParams(max_tokens=8)
-    first = one.generate([prompt], params)[0].tokens
-    assert one.generate([prompt, prompt], params)[1].tokens == first == other.generate([prompt], params)[0].tokens
-    assert one.stats.prefill_tokens == 0
-
-
 # ---- with the chunks of CUDA -----------------------------------------------------------------------------------------
-
-POLICIES: dict[str, dict[str, Any]] = {
-    "off": {},
-    "full": {},
-    "streaming": {"budget": 64},
-    "snapkv": {"budget": 64},
-    "quest": {"budget": 64},
-    "guided": {"budget": 64},
-    "early_exit": {"budget": 64},
-    "lookup": {},
-    "standalone": {"budget": 64},
-    "hierarchy": {"budget": 64},
-    "hierarchy over standalone": {"policy": "hierarchy", "budget": 64, "cheap": "standalone"},
-}
 
 
 @pytest.fixture
@@ -273,7 +246,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 LENGTHS = [2, 3, 300, 1024, 1536, 1537, 1800, 2048, 4096]  # around the largest chunk, and around splits
-CACHES = [("off", n) for n in LENGTHS] + [(policy, n) for policy in POLICIES for n in (2, 1536, 2304)]
+CACHES = [("off", n) for n in LENGTHS] + [(policy, n) for policy in ("off", *POLICIES) for n in (2, 1536, 2304)]
 
 
 @pytest.mark.parametrize(
@@ -284,13 +257,11 @@ def test_no_chunk_of_cuda_is_written_past_the_end_of_a_cache(
     policy: str, max_seq_len: int, chunks_of_cuda: None, written: list[int]
 ) -> None:
     """A prompt that is one token short of what the cache holds, after a warm-up."""
-    draft: dict[str, Any] = {"policy": policy, "gamma": 3} | POLICIES[policy]
-    needs_model = "standalone" in (draft["policy"], draft.get("cheap"))
+    draft = draft_of(policy, budget=64)
     one = Engine(
         tiny_model(tiny_config(n_layers=2 if policy == "early_exit" else 1)), None,
         EngineConfig(batch_size=1, max_seq_len=max_seq_len, device="cpu", compile=False),
-        DraftConfig(**draft, draft_model="given" if needs_model else None),
-        tiny_model(tiny_config(n_layers=1), seed=1) if needs_model else None,
+        draft, tiny_model(tiny_config(n_layers=1), seed=1) if draft.draft_model else None,
     )  # fmt: skip
     assert len(one.generate([random_ids(max_seq_len - 1)], SamplingParams(max_tokens=1))[0].tokens) == 1
     assert max(written) == max(1, -(-(max_seq_len - 2) // CHUNK)) * CHUNK

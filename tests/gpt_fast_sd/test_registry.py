@@ -99,9 +99,7 @@ def test_a_registered_policy_is_planned_for(toy: str) -> None:
     assert plan(DraftConfig(policy=toy)).policy == 0
 
 
-def test_a_registered_policy_is_a_flag_of_generate(
-    toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_registered_policy_is_a_flag(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.json"
     generate.main(
         ["--model", "bundled", "--prompt", "Once", "--draft", toy, "--gamma", "2", "--max-new-tokens", "12",

@@ -147,7 +147,7 @@ def test_an_event_names_the_prompt_its_tokens_and_who_proposed_them() -> None:
     assert first.completion is None and last.completion == one.completion()
 
 
-def test_an_event_names_the_drafts_that_were_refused_unless_the_text_had_ended_before_them() -> None:
+def test_an_event_names_the_drafts_that_were_refused_before_the_texts_end() -> None:
     one = request(Pieces("a", "b", "c", "d", "e"), max_tokens=9, stop="d")
     assert one.commit([0, 1], ["streaming", "target"], 3, 1, [8, 9]).refused == [8, 9]
     assert one.commit([2, 3, 4], ["streaming", "streaming", "target"], 4, 2, [8, 9]).refused == []

@@ -146,9 +146,7 @@ def test_what_is_told_to_be_read_is_the_view_and_within_the_bytes_that_are_count
     assert any(each.gamma for each in told)
 
 
-def test_pages_that_a_guided_draft_chose_are_told_as_they_were_before_the_verification_chose_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_guided_pages_are_told_as_the_draft_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine("guided", page=16)
     one.warm_up()
     assert one.policy

@@ -91,9 +91,7 @@ def test_gamma_may_change_from_round_to_round(name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "name", few(["quest", "standalone", "standalone, snapkv", "hierarchy over standalone"], ["quest", "standalone"])
 )
-def test_a_round_that_drafts_nothing_is_launched_while_the_one_before_it_is_under_way(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_without_drafts_waits_for_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then no refresh is needed. Each gamma is chosen once, whenever it is launched."""
     one, gammas, chosen = captured(name, gamma="auto"), itertools.cycle([3, 0, 0, 0, 4, 2, 0, 0]), list[int]()
     monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
@@ -258,9 +256,7 @@ class Called(TorchDispatchMode):
         ["quest", "early_exit", "standalone, snapkv", "hierarchy, guided"],
     ),
 )
-def test_the_operators_of_cuda_give_the_same_tokens_and_no_worse_drafts(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cudas_operators_give_the_same_tokens_and_no_worse_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine(name).generate(PROMPTS, GREEDY)
     as_on_cuda(monkeypatch)
     with Called() as called:

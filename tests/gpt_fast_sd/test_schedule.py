@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import Engine, SamplingParams
-from gpt_fast_sd.model import FORMATS, KVCache
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import CHUNK, Prefill
-from gpt_fast_sd.steps import Runner
-from tests.gpt_fast_sd.policies.drafting import drafting
+from tests.gpt_fast_sd.policies.drafting import drafting, entries, prefilled
 from tests.gpt_fast_sd.test_rounds import NAMES, captured, engine, told
 from tests.helpers import ByteTokenizer, few, random_ids, thinned, tiny_config, tiny_model
 
@@ -34,10 +32,6 @@ ALL = [
     pytest.param(name, kind, marks=() if name in SOON[kind] else pytest.mark.slow) for kind in KINDS for name in NAMES
 ]
 N_CHUNKS = [-(-(len(prompt) - 1) // CHUNK) for prompt in PROMPTS]
-
-
-def is_of_two_models(name: str) -> bool:
-    return "standalone" in name
 
 
 def own_prefill(one: Engine) -> Prefill | None:
@@ -76,7 +70,7 @@ def waits(calls: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "kind"), ALL)
-def test_between_two_rounds_of_a_row_there_is_one_chunk_at_most(
+def test_between_two_rounds_there_is_one_chunk_at_most(
     name: str, kind: str, order: Callable[[Engine], list[str]]
 ) -> None:
     """And rounds write nothing into the slot that is half filled.
@@ -84,7 +78,7 @@ def test_between_two_rounds_of_a_row_there_is_one_chunk_at_most(
     They write for idle rows, too: a draft from where the row stands, a second model from a token or two before.
     """
     one, seen = KINDS[kind](name), []
-    calls, models = order(one), 2 if is_of_two_models(name) else 1
+    calls, models = order(one), 2 if "standalone" in name else 1
     fill = one.schedule._fill
 
     def watched() -> bool:
@@ -93,7 +87,8 @@ def test_between_two_rounds_of_a_row_there_is_one_chunk_at_most(
         computed, body = fill(), arrival.request.prompt[:-1]
         for prefill in (one._prefill, own_prefill(one)):
             if prefill and one.schedule.arrival is None:
-                assert torch.equal(held(prefill.runner, arrival.slot, len(body)), fresh(prefill.runner, body))
+                found = entries(prefill.runner.cache, arrival.slot, len(body))
+                assert all(map(torch.equal, found, prefilled(prefill.runner, body)))
                 seen.append(len(body))
         return computed
 
@@ -114,19 +109,6 @@ def test_between_two_rounds_of_a_row_there_is_one_chunk_at_most(
             assert told(alone) == told([got[i]])
 
 
-def held(runner: Runner, slot: int, n: int) -> Tensor:
-    """The first n keys and values of a slot: [2 * L, K, T, H]."""
-    return torch.stack([buffer[slot, :, :n].clone() for buffer in runner.cache.buffers])
-
-
-def fresh(runner: Runner, body: Sequence[int]) -> Tensor:
-    """Those of a body that is prefilled in one go, into a cache of its own."""
-    cache = KVCache(runner.model.config, 1, runner.cache.max_seq_len, format=FORMATS["fp32"], device=runner.device)
-    alone = Runner(runner.model, cache)
-    Prefill(alone).fill(0, body)
-    return held(alone, 0, len(body))
-
-
 @pytest.mark.parametrize("name", few(["full", "quest", "standalone", "hierarchy"], ["quest", "standalone"]))
 def test_a_prompt_may_fill_the_cache_to_its_end_while_others_are_decoded(name: str) -> None:
     draft: dict[str, Any] = {"cheap": "standalone"} if name == "hierarchy" else {}
@@ -142,17 +124,12 @@ def test_a_prompt_may_fill_the_cache_to_its_end_while_others_are_decoded(name: s
         assert told([completion]) == told(again.generate([prompt], wanted))
 
 
-def test_rows_that_can_begin_together_do() -> None:
-    one = engine("off")
-    one.generate(PROMPTS[3:6], SamplingParams(max_tokens=4, ignore_eos=True))
+def test_prompts_begin_together_and_held_ones_at_once(order: Callable[[Engine], list[str]]) -> None:
+    one, params = engine("off"), SamplingParams(max_tokens=4, ignore_eos=True)
+    one.generate(PROMPTS[3:6], params)
     assert (one.stats.rounds, one.stats.row_rounds) == (4, 12)
-
-
-def test_a_prompt_that_is_held_already_is_let_in_without_a_round_between(order: Callable[[Engine], list[str]]) -> None:
-    one = engine("off")
-    one.generate(PROMPTS[3:6], SamplingParams(max_tokens=4))
     calls = order(one)
-    list(one.stream(PROMPTS[3:6], SamplingParams(max_tokens=4, ignore_eos=True)))
+    list(one.stream(PROMPTS[3:6], params))
     assert calls == ["round"] * 4 and one.stats.prefill_tokens == 0
 
 
@@ -175,7 +152,7 @@ def half_way(one: Engine) -> Iterator[Any]:
         ("standalone", "captured"),
     ],
 )
-def test_a_stream_left_while_a_prompt_is_half_filled_leaves_the_engine_as_good_as_new(name: str, kind: str) -> None:
+def test_a_stream_left_with_a_prompt_half_filled_leaves_the_engine_as_good_as_new(name: str, kind: str) -> None:
     one = KINDS[kind](name)
     expected = told(KINDS[kind](name).generate(PROMPTS, PARAMS))
     half_way(one).close()  # type: ignore[attr-defined]
@@ -185,9 +162,7 @@ def test_a_stream_left_while_a_prompt_is_half_filled_leaves_the_engine_as_good_a
 
 
 @pytest.mark.parametrize("name", few(["off", "guided", "standalone"], ["guided", "standalone"]))
-def test_a_chunk_that_fails_ends_the_stream_and_leaves_nothing_to_rely_on(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_that_fails_leaves_nothing_to_rely_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, chunk = engine(name), Prefill.chunk
     one.warm_up()
 
@@ -226,23 +201,14 @@ def test_the_time_of_a_chunk_is_no_rounds(name: str, kind: str, monkeypatch: pyt
         clock[0] += 1e-3
         return device_round(*args)
 
-    def capture(part: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        return part
-
-    def record(gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Any) -> None:
-        took.append(drafting + verifying)
-
-    def record_whole(gamma: int, n_keys: int, seconds: float | None, accepted: Any) -> None:
-        took.append(seconds or 0.0)
-
     stub = types.SimpleNamespace(perf_counter=lambda: clock[0])
     for module in ("serving.scheduling", "serving.launch"):
         monkeypatch.setattr(f"gpt_fast_sd.{module}.time", stub)
     monkeypatch.setattr(Prefill, "chunk", slow_chunk)
     monkeypatch.setattr(one.schedule.rounds, "device_round", slow_round)
-    monkeypatch.setattr(one.schedule.rounds, "capture", capture if kind == "captured" else None)
-    monkeypatch.setattr(one.schedule.planner, "record", record)
-    monkeypatch.setattr(one.schedule.planner, "record_whole", record_whole)
+    monkeypatch.setattr(one.schedule.rounds, "capture", (lambda part: part) if kind == "captured" else None)
+    monkeypatch.setattr(one.schedule.planner, "record", lambda g, n, *times: took.append(sum(times[:2])))
+    monkeypatch.setattr(one.schedule.planner, "record_whole", lambda g, n, s, accepted: took.append(s or 0.0))
     one.generate(PROMPTS, PARAMS)
     assert one.stats.prefill_seconds == pytest.approx(n_chunks[0])
     assert n_chunks[0] == (2 if name == "standalone" else 1) * sum(N_CHUNKS)
@@ -304,7 +270,7 @@ def test_a_prompt_is_asked_for_when_a_slot_is_free_for_it() -> None:
     assert one.stats.row_rounds == 48 and one.stats.rounds == 16  # no slot ran dry
 
 
-def test_an_iterator_may_have_no_prompt_now() -> None:
+def test_an_iterator_may_have_no_prompt_now_or_none_at_all() -> None:
     one, polls = engine("off"), list[int]()
     given = [PROMPTS[0], None, None, PROMPTS[1], None, PROMPTS[2]]
 
@@ -316,11 +282,7 @@ def test_an_iterator_may_have_no_prompt_now() -> None:
     events = list(one.stream(prompts(), SamplingParams(max_tokens=4, ignore_eos=True)))
     assert [e.index for e in events if e.completion] == [0, 1, 2]
     assert polls == [0, 0, 1, 2, 3, 4]  # asked again after a round, as a chunk has one behind it
-
-
-def test_a_stream_of_nothing_ends() -> None:
-    assert list(engine("off").stream(iter([]))) == []
-    assert list(engine("off").stream(iter([None, None]))) == []
+    assert list(one.stream(iter([]))) == list(one.stream(iter([None, None]))) == []
 
 
 def test_a_prompt_that_cannot_run_ends_the_stream_where_it_is_reached() -> None:
@@ -338,14 +300,14 @@ def test_a_prompt_that_cannot_run_ends_the_stream_where_it_is_reached() -> None:
 
 
 def test_an_error_of_the_prompts_iterator_propagates() -> None:
-    one, params = engine("off"), SamplingParams(max_tokens=4)
+    one = engine("off")
 
     def prompts() -> Iterator[list[int]]:
         yield [1]
         raise OSError(5, "Input/output error", "prompts.txt")
 
     with pytest.raises(OSError, match=r"prompts\.txt"):
-        list(one.stream(prompts(), params))
+        list(one.stream(prompts(), SamplingParams(max_tokens=4)))
     assert not any(one.schedule.slots) and not one._access.running
 
 

@@ -27,7 +27,7 @@ from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.serving.requests import Completion, TokenEvent
 from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.drafts import MIXTURES, POLICIES, draft_of
-from tests.gpt_fast_sd.policies.drafting import entries, nearly, prefilled, tokens_of
+from tests.gpt_fast_sd.policies.drafting import compiles_once, entries, nearly, prefilled, tokens_of
 from tests.helpers import ByteTokenizer, few, random_ids, thinned, tiny_config, tiny_model
 
 # ---- rounds counted by hand: a model that counts, and drafts that are right as often as the test says ---------------
@@ -135,7 +135,7 @@ def test_rounds_and_drafts_are_as_many_as_a_walk_by_hand_has(
     assert (one.stats.rounds, one.stats.drafted, one.stats.accepted) == (rounds, sum(drafted), sum(accepted))
 
 
-def test_drafts_that_are_a_view_of_what_the_round_writes_are_told_as_they_were_proposed() -> None:
+def test_drafts_that_view_what_the_round_writes_are_told_as_they_were() -> None:
     script = Script([0])
     script.propose = lambda state, plan: Draft(  # type: ignore[method-assign]
         state.pending[:, None].expand(-1, plan.gamma), None, torch.full_like(state.pending, plan.gamma)
@@ -169,7 +169,7 @@ def test_only_drafts_that_are_offered_count() -> None:
 
 
 @pytest.mark.parametrize("eos", range(41, 54))
-def test_eos_at_every_place_of_a_round_is_the_last_token_and_drafts_after_it_do_not_count(eos: int) -> None:
+def test_eos_at_every_place_of_a_round_is_the_last_token_that_counts(eos: int) -> None:
     """MagicDec ended all rows where one met EOS, and never accepted a draft that was EOS."""
     one = counting(Script([3]), gamma=3, slots=2, eos_ids=(eos,))
     params = [SamplingParams(max_tokens=13), SamplingParams(max_tokens=13, ignore_eos=True)]
@@ -324,9 +324,7 @@ def test_plain_calls_before_and_after_speculative_ones_give_the_same_tokens(name
 
 
 @pytest.mark.parametrize("name", few(POLICIES, ["snapkv", "guided", "standalone", "lookup"]))
-def test_gamma_that_the_engine_chooses_or_that_varies_changes_no_token(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gamma_that_is_chosen_or_varies_changes_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = speculator(name, "auto")
     assert tokens_of(one.generate(PROMPTS, PARAMS)) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
     tiers = itertools.cycle([0, 8, 0, 0, 3, 1, 6])
@@ -460,7 +458,7 @@ def test_a_neighbours_nan_reaches_no_other_row(name: str) -> None:
 @pytest.mark.parametrize(
     "name", few(POLICIES, ["streaming", "quest", "guided", "early_exit", "hierarchy over standalone"])
 )
-def test_a_row_that_computes_nan_spoils_neither_its_neighbours_nor_the_next_in_its_slot(name: str) -> None:
+def test_a_row_that_computes_nan_spoils_neither_neighbours_nor_the_next_in_its_slot(name: str) -> None:
     params, good = SamplingParams(max_tokens=12, ignore_eos=True), [PROMPTS[3], PROMPTS[7], PROMPTS[2], PROMPTS[1]]
     one, bad = speculator(name), 257
     levels = (one, one.policy, getattr(one.policy, "cheap", None))
@@ -521,30 +519,31 @@ def a_compiler() -> None:
             pytest.skip("there is no C++ compiler")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_compiled_policy_compiles_nothing_after_its_warm_up(name: str, a_compiler: None) -> None:
-    """Prompts of all lengths share the graphs that warming up compiled, and get the tokens of plain, eager decoding."""
-    config = tiny_config(n_layers=2 if name == "early_exit" else 1)
-    one = speculator(name, 4, config, compile=True, max_seq_len=1100)
-    lengths = [1, 2, 255, 256, 257, 600, 1050, 30]
-    prompts = [random_ids(n, seed=n) for n in lengths]
-    params = [SamplingParams(max_tokens=6 + 3 * i) for i in range(len(prompts))]
-    one.warm_up()
-    graphs = one.schedule.graphs
-    for chosen in (slice(0, 2), slice(2, 5), slice(0, 8)):
-        got = tokens_of(one.generate(prompts[chosen], params[chosen]))
-        assert one.stats.recompiles == 0 and one.schedule.graphs == graphs
-    plain_config = EngineConfig(batch_size=3, max_seq_len=1100, device="cpu", compile=False)
-    assert got == tokens_of(Engine(tiny_model(config), None, plain_config).generate(prompts, params))
-    assert got == tokens_of(one.generate(prompts, params, speculate=False))
-    assert one.stats.recompiles == 0 and one.schedule.graphs == graphs
+ONE_LAYER, DEEP = tiny_model(tiny_config(n_layers=1)), tiny_model(tiny_config(n_layers=4))
+COMPILED: list[tuple[str, int, dict[str, Any]]] = [  # policy, graphs that its steps need, draft
+    ("streaming", 1, {"budget": 24}),
+    ("full", 1, {}),
+    ("snapkv", 2, {"budget": 80}),  # the draft step, and what selecting needs
+    ("quest", 1, {"budget": 80}),
+    ("guided", 1, {"budget": 80}),
+    ("early_exit", 1, {"view": "guided", "budget": 64, "model": DEEP}),
+    ("lookup", 0, {}),
+    # the prefill, the two-token step and the one-token step
+    ("standalone", 3, {"view": "full", "draft_model": nearly(tiny_model(), by=0.05)}),
+    ("hierarchy", 1, {"budget": 24, "model": ONE_LAYER}),
+    # the middle step; of the cheap level the prefill, the three-token step and the one-token step
+    ("hierarchy", 4, {"budget": 32, "model": ONE_LAYER, "cheap": "standalone", "draft_model": ONE_LAYER}),
+]
+
+
+@pytest.mark.slow  # Inductor builds all; test_ways counts the graphs of all policies without it
+@pytest.mark.parametrize(("policy", "n_graphs", "draft"), COMPILED)
+def test_a_compiled_policy_is_the_eager_one(policy: str, n_graphs: int, draft: dict[str, Any]) -> None:
+    compiles_once(policy, n_graphs=n_graphs, **draft)
 
 
 @pytest.mark.slow
-def test_a_compiled_engine_that_chooses_gamma_compiles_nothing_after_its_warm_up(
-    a_compiler: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_engine_that_chooses_gamma_compiles_once(a_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     one = speculator("streaming", "auto", tiny_config(n_layers=1), compile=True, max_seq_len=1100)
     one.warm_up()
     graphs, tiers = one.schedule.graphs, itertools.cycle([0, 1, 8, 2, 6, 3, 4])
@@ -552,14 +551,3 @@ def test_a_compiled_engine_that_chooses_gamma_compiles_nothing_after_its_warm_up
     one.generate(PROMPTS, SamplingParams(max_tokens=40))
     assert set(one.stats.rounds_by_gamma) >= {0, 1, 2, 3, 4, 6, 8}
     assert one.stats.recompiles == 0 and one.schedule.graphs == graphs
-
-
-def test_a_hierarchy_over_another_model_leaves_the_prompts_alone_that_slots_hold() -> None:
-    config = EngineConfig(batch_size=2, max_seq_len=400, device="cpu", dtype="fp32", compile=False)
-    one, params = Engine(tiny_model(), None, config), SamplingParams(max_tokens=9, ignore_eos=True)
-    prompts = [random_ids(150, seed=1), random_ids(300, seed=2)]
-    expected = [c.tokens for c in one.generate(prompts, params)]
-    draft = DraftConfig(policy="hierarchy", budget=24, gamma=4, cheap="standalone", draft_model="given")
-    one.redraft(draft, tiny_model(tiny_config(n_layers=1), seed=1))
-    assert [c.tokens for c in one.generate(prompts, params)] == expected
-    assert one.stats.prefill_tokens == 0

@@ -137,9 +137,7 @@ def test_judging_is_one_graph_whatever_is_drafted(
 
 
 @pytest.mark.parametrize("kinds", few([[FILTERED], [GREEDY, SAMPLED, FILTERED]], [[FILTERED]]), ids=len)
-def test_rounds_that_are_not_captured_draft_less_at_a_text_s_end_without_another_graph(
-    kinds: list[SamplingParams],
-) -> None:
+def test_drafting_less_at_a_text_s_end_is_no_other_graph(kinds: list[SamplingParams]) -> None:
     one = an_engine("streaming", 5)
     one.schedule.rounds.capture = None
     for params in kinds:

@@ -21,6 +21,7 @@ from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.steps import span, varying
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
+from tests.helpers import few
 
 pytestmark = needs_cuda_code
 
@@ -49,7 +50,6 @@ STEPS = {
         {"prefill_attention_with_lse": LAYERS, "key_mass": LAYERS, "top_pages": LAYERS},
     ),
 }
-QUICK = {"decode", "verify mass"}
 
 
 def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -86,43 +86,35 @@ def cache_sized(generated: Generated) -> list[tuple[str, ...]]:
     return [sizes for sizes in generated.allocated if any(size.startswith(lengths) for size in sizes)]
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in STEPS])
-def test_a_step_is_few_launches_copies_no_cache_and_may_be_captured(name: str, head_dim: int) -> None:
-    step = generate(name, head_dim)
-    launches, ours = STEPS[name]
-    assert step.launches <= launches, step
+# how keys are stored -> launches more of a layer, buffers written of a layer and of a layer of quest, which notes pages
+CACHES: dict[str, tuple[int, int, int]] = {
+    "bf16": (0, 2, 3),
+    # those that find the largest number of each key and of each value; what rounds them writes them, and scales, too
+    "int8": (2, 4, 5),
+    # as bytes do, and a nibble of two numbers that lie half a head apart is put together where these are rounded
+    "planes": (4, 6, 7),
+    "planes, tail": (4, 6, 7),
+}
+CASES = [
+    *((name, head_dim, "bf16") for name in STEPS for head_dim in (64, 128)),
+    *((name, 64, "int8") for name in STEPS),
+    ("decode", 64, "planes"),
+    *((name, 64, "planes, tail") for name in STEPS if "draft" in name),
+]
+QUICK = [("decode", 64, "bf16"), ("verify mass", 64, "bf16"), ("decode", 64, "planes")]
+
+
+@pytest.mark.parametrize(("name", "head_dim", "cache"), few(CASES, QUICK))
+def test_a_step_is_few_launches_copies_no_cache_and_may_be_captured(name: str, head_dim: int, cache: str) -> None:
+    form, _, tail = cache.partition(", ")
+    step = generate(name, head_dim, form, 64 if tail else 0)
+    (launches, ours), (more, written, by_quest) = STEPS[name], CACHES[cache]
+    assert step.launches <= launches + more * LAYERS, step
     assert Counter(step.ours) == ours and step.others == []
     # what it is for: the attention that each key received, of rows that are due, as it is, masked and averaged
     assert [sizes[0] for sizes in cache_sized(step)] == ["2"] * 3 * (name == "observe")
     assert step.graphs == 1 and step.no_cudagraph is None
-    written = {"observe": 0, "draft quest": 3}.get(name, 2)  # keys and values; quest notes the pages
-    assert len(step.mutated) == written * LAYERS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STEPS)
-def test_storing_int8_takes_no_more_than_two_launches_a_layer(name: str) -> None:
-    """Those that find the largest number of each key and of each value; what rounds them writes them, too."""
-    step, (launches, ours) = generate(name, form="int8"), STEPS[name]
-    assert step.launches <= launches + 2 * LAYERS, step
-    assert Counter(step.ours) == ours and step.others == []
-    assert [sizes[0] for sizes in cache_sized(step)] == ["2"] * 3 * (name == "observe")
-    assert step.graphs == 1 and step.no_cudagraph is None
-    written = {"observe": 0, "draft quest": 5}.get(name, 4)  # with the scales of keys and values
-    assert len(step.mutated) == written * LAYERS
-
-
-@pytest.mark.parametrize(
-    ("name", "tail"), [("decode", 0), *(pytest.param(n, 64, marks=pytest.mark.slow) for n in STEPS if "draft" in n)]
-)
-def test_storing_planes_takes_no_more_than_four_launches_a_layer(name: str, tail: int) -> None:
-    """As bytes do, and a nibble of two numbers that lie half a head apart is put together where these are rounded."""
-    step, (launches, ours) = generate(name, form="planes", tail=tail), STEPS[name]
-    assert step.launches <= launches + 4 * LAYERS, step
-    assert Counter(step.ours) == ours and step.others == [] and cache_sized(step) == []
-    assert step.graphs == 1 and step.no_cudagraph is None
-    assert len(step.mutated) == (7 if name == "draft quest" else 6) * LAYERS  # planes and scales of keys and values
+    assert len(step.mutated) == {"observe": 0, "draft quest": by_quest}.get(name, written) * LAYERS
 
 
 @pytest.mark.slow

@@ -178,7 +178,7 @@ def test_sizes_that_float8_does_not_take_are_refused() -> None:
             drafter(runner, "float8")
 
 
-def test_a_vocabulary_that_the_head_of_a_copy_does_not_take_is_refused_before_weights_are_read() -> None:
+def test_a_vocabulary_that_the_head_of_a_copy_does_not_take_is_refused() -> None:
     """Models that were given tokens of their own have such ones: 32,002, 128,258."""
     odd = replace(LLAMA_8B, vocab_size=128_258)
     require_sizes("float8", CUDA, odd, 1)  # a target's head keeps its dtype
@@ -207,7 +207,7 @@ LLAMA_8B = ModelConfig(
         ("float8", {"n_heads": 33, "n_kv_heads": 1, "head_dim": 40}, 1, "and wqkv has 4,096 and 1,400$"),
     ],
 )
-def test_sizes_of_a_model_that_a_precision_does_not_take_are_refused(
+def test_sizes_that_a_precision_does_not_take_are_refused(
     name: str, changes: dict[str, int], ranks: int, said: str
 ) -> None:
     require_sizes(name, CUDA, LLAMA_8B, 1)

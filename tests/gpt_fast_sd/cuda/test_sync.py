@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from gpt_fast_sd.acceptance import verify_greedy, verify_sampled
 from gpt_fast_sd.draft import draft_step
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.guided import GuidedView
-from gpt_fast_sd.round import decode_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.serving.launch import Rounds
 from gpt_fast_sd.state import RoundPlan
@@ -24,7 +23,7 @@ from tests.drafts import POLICIES, VIEWS, draft_of
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
 from tests.gpuless.recorder import waits
-from tests.helpers import thinned
+from tests.helpers import few
 
 pytestmark = needs_fake_cuda
 
@@ -38,26 +37,14 @@ def rig() -> Iterator[Rig]:
         yield fake_rig()
 
 
-def drafts(rig: Rig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits [B, gamma + 1, V], tokens [B, gamma], their q [B, gamma, V] and max_accept [B]."""
-    vocab = rig.state.vocab_size
+def test_verdicts_and_their_commit_do_not_wait(rig: Rig) -> None:
+    vocab, tokens, max_accept = rig.state.vocab_size, rig.tokens(GAMMA), rig.state.remaining
     logits = torch.zeros(SLOTS, GAMMA + 1, vocab, device=rig.cache.seq_len.device)
-    return logits, rig.tokens(GAMMA), logits[:, 1:].softmax(-1), rig.state.remaining
-
-
-@pytest.mark.parametrize("page", [0, 64])
-@pytest.mark.parametrize("n_tokens", [1, GAMMA + 1])
-def test_the_targets_step_does_not_wait(rig: Rig, n_tokens: int, page: int) -> None:
-    tokens, cache = rig.tokens(n_tokens), rig.cache
-    n_splits_carrier = span(cache, CAPACITY)
-    assert (
-        waits(
-            lambda: decode_step(
-                rig.model, tokens, tokens.clone(), cache.layers, n_splits_carrier, page, rig.state.bodies
-            )
-        )
-        == []
-    )
+    p, u = logits.softmax(-1), torch.zeros(SLOTS, GAMMA + 1, device=logits.device)
+    result = verify_greedy(logits, tokens, max_accept)
+    assert waits(lambda: verify_greedy(logits, tokens, max_accept)) == []
+    assert waits(lambda: verify_sampled(p, p[:, 1:], tokens, max_accept, u[:, 1:], u)) == []
+    assert waits(lambda: rig.state.commit(tokens, max_accept, result)) == []
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -79,45 +66,23 @@ def test_a_draft_step_and_its_view_do_not_wait(rig: Rig, name: str) -> None:
     assert waits(lambda: view.device_after_verify(rig.state, mass if view.wants_mass else None)) == []
 
 
-@pytest.mark.parametrize(("sampled", "filtered"), [(False, False), (True, False), (True, True)])
-def test_choosing_and_judging_do_not_wait(rig: Rig, sampled: bool, filtered: bool) -> None:
-    state, kind = rig.state, Kind(sampled, filtered)
-    logits, tokens, q, max_accept = drafts(rig)
-    pos = rig.tokens(GAMMA + 1)
-    assert waits(lambda: state.choose(logits[:, 0], pos[:, 0], kind, 1)) == []
-    told = q if sampled else None
-    assert waits(lambda: state.accept(logits, kind, tokens, told, max_accept, accept=2, own=0)) == []
-    assert waits(lambda: state.accept(logits, kind, tokens, None, max_accept, accept=2, own=0)) == []
+KINDS = [Kind(False, False), Kind(True, False), Kind(True, True)]
+OVER_PLANES = ["quantized", "quest x planes", "snapkv x planes", "guided x planes"]
+SOME = [*((name, KINDS[(2 * i) % 3]) for i, name in enumerate(POLICIES)), *((name, KINDS[0]) for name in OVER_PLANES)]
 
 
-def test_verdicts_and_their_commit_do_not_wait(rig: Rig) -> None:
-    logits, tokens, q, max_accept = drafts(rig)
-    result = verify_greedy(logits, tokens, max_accept)
-    assert waits(lambda: verify_greedy(logits, tokens, max_accept)) == []
-    p, u = logits.softmax(-1), torch.zeros(SLOTS, GAMMA + 1, device=logits.device)
-    assert waits(lambda: verify_sampled(p, q, tokens, max_accept, u[:, 1:], u)) == []
-    assert waits(lambda: rig.state.commit(tokens, max_accept, result)) == []
-
-
-@thinned("name,kind", list(POLICIES), [(False, False), (True, True)])
-def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool]) -> None:
-    config = draft_of(name, GAMMA, **{} if name == "lookup" else {"budget": 512})
+@pytest.mark.parametrize(("name", "kind"), few(itertools.product([*POLICIES, *OVER_PLANES], KINDS), SOME), ids=str)
+@pytest.mark.usefixtures("rig")
+def test_a_whole_round_does_not_wait(name: str, kind: Kind) -> None:
+    rig, config = fake_rig(form="planes" if name in OVER_PLANES else "bf16"), draft_of(name, GAMMA)
+    if config.view_name is not None:
+        config = replace(config, budget=512)
     target = rig.runner
     policy = build_policy(config, target, fake_rig().model if config.draft_model else None)
     rounds = Rounds(target, rig.state, policy, config)
     rounds.replay = Replay(torch.zeros(100, SLOTS, dtype=torch.int64, device=rig.cache.seq_len.device))
-    plan = replace(TO_CAPTURE, kind=Kind(*kind))
+    plan = replace(TO_CAPTURE, kind=kind)
     assert waits(lambda: rounds.device_round(plan)) == []
-
-
-@pytest.mark.parametrize("name", ["quantized", "quest x planes", "snapkv x planes", "guided x planes"])
-@pytest.mark.usefixtures("rig")
-def test_a_whole_round_over_planes_does_not_wait(name: str) -> None:
-    rig, config = fake_rig(form="planes"), draft_of(name, GAMMA, budget=512)
-    target = rig.runner
-    rounds = Rounds(target, rig.state, build_policy(config, target, None), config)
-    rounds.replay = Replay(torch.zeros(100, SLOTS, dtype=torch.int64, device=rig.cache.seq_len.device))
-    assert waits(lambda: rounds.device_round(TO_CAPTURE)) == []
 
 
 BAD: dict[str, Callable[[Rig, GuidedView], Any]] = {

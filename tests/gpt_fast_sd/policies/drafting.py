@@ -73,16 +73,22 @@ def compiles_once(policy: str, *, n_graphs: int, **draft: Any) -> None:
         drafting_now_and_then(one, [4, 3, 0, 4, 1, 2])
     compiled.warm_up()
     assert compiled.policy is not None and compiled.policy.graphs == n_graphs
+    graphs = compiled.schedule.graphs
     got = tokens_of(compiled.generate(prompts, params))
     assert compiled.stats.recompiles == 0
     assert sorted(compiled.stats.rounds_by_gamma) == [0, 1, 2, 3, 4]
     assert got == tokens_of(eager.generate(prompts, params))
-    assert compiled.stats.drafted_by_position == eager.stats.drafted_by_position
-    assert compiled.stats.accepted_by_position == eager.stats.accepted_by_position
+    if policy in ("snapkv", "quest", "guided"):  # fp32 sums in another order: a draft may flip where logits nearly tie
+        assert abs(compiled.stats.accepted - eager.stats.accepted) <= 0.02 * eager.stats.drafted
+    else:
+        assert compiled.stats.drafted_by_position == eager.stats.drafted_by_position
+        assert compiled.stats.accepted_by_position == eager.stats.accepted_by_position
     compiled.generate(prompts, [SamplingParams(max_tokens=5, temperature=0.5 * i, seed=i) for i in range(len(prompts))])
-    compiled.generate(prompts, params, speculate=False)
+    assert compiled.stats.recompiles == 0
+    assert tokens_of(compiled.generate(prompts, params, speculate=False)) == got
     compiled.generate(prompts, params)
-    assert compiled.stats.recompiles == 0 and compiled.policy.graphs == n_graphs
+    assert compiled.stats.recompiles == 0
+    assert compiled.policy.graphs == n_graphs and compiled.schedule.graphs == graphs
 
 
 def nearly(model: Transformer, *, by: float, seed: int = 1) -> Transformer:

@@ -13,7 +13,6 @@ from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.state import RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
-    compiles_once,
     drafting,
     misfit,
     toy_engine,
@@ -109,8 +108,3 @@ def test_half_of_the_layers_draft_unless_told_otherwise() -> None:
 def test_an_exit_after_all_layers_is_refused(n_layers: int, exit_layers: int | None) -> None:
     with pytest.raises(ValueError, match=f"exit_layers must be below the model's {n_layers} layers"):
         drafting("early_exit", model=tiny_model(tiny_config(n_layers=n_layers)), exit_layers=exit_layers)
-
-
-@pytest.mark.slow
-def test_compiled_it_has_one_graph_and_the_eager_drafts() -> None:
-    compiles_once("early_exit", n_graphs=1, view="guided", budget=64, model=tiny_model(DEEP))

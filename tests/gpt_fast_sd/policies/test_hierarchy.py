@@ -22,7 +22,6 @@ from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     TOY,
     choosing_what_to_show,
-    compiles_once,
     drafting,
     holds_what_a_prefill_gives,
     misfit,
@@ -286,13 +285,3 @@ def test_bytes_and_positions_are_those_of_the_middle_level_and_of_the_drafts_for
 def test_a_budget_too_small_for_the_cheap_levels_window_is_refused() -> None:
     with pytest.raises(ValueError, match="budget must be at least 12 for streaming, got 5"):
         DraftConfig(policy="hierarchy", view="full", budget=5, cheap="standalone", draft_model="somewhere")
-
-
-# ---- compiled ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # Inductor builds seven steps; test_ways counts the graphs of all policies without it
-def test_compiled_it_has_one_graph_a_step_and_the_eager_drafts() -> None:
-    """The middle step; of the cheap level the prefill, the three-token step and the one-token step."""
-    one_layer = tiny_model(tiny_config(n_layers=1))
-    compiles_once("hierarchy", n_graphs=4, budget=32, model=one_layer, **ALIKE | {"draft_model": one_layer})

@@ -17,7 +17,6 @@ from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     TOY,
-    compiles_once,
     drafting,
     drafting_now_and_then,
     entries,
@@ -226,12 +225,6 @@ def test_a_draft_model_of_another_shape_shares_the_record_of_what_is_committed()
     params = SamplingParams(max_tokens=16)
     expected = tokens_of(one.generate(PROMPTS, params, speculate=False))
     assert tokens_of(one.generate(PROMPTS, params)) == expected and one.stats.drafted > 0
-
-
-@pytest.mark.slow
-def test_compiled_it_has_one_graph_a_step_and_the_eager_drafts() -> None:
-    """The prefill, the two-token step and the one-token step."""
-    compiles_once("standalone", n_graphs=3, view="full", draft_model=nearly(tiny_model(), by=0.05))
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

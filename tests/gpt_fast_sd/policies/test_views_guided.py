@@ -98,7 +98,7 @@ def test_blocks_without_any_mass_are_listed_where_there_is_room() -> None:
 
 
 @pytest.mark.parametrize("refresh", [1, 7, 20, 500])
-def test_a_selection_is_refreshed_when_the_row_has_grown_by_refresh_tokens_or_its_window_is_full(refresh: int) -> None:
+def test_a_selection_is_refreshed_after_refresh_tokens_or_when_its_window_is_full(refresh: int) -> None:
     rig = Rig("guided", [300, 400, 500, 600], budget=160, refresh=refresh)
     view, selections = rig.view, [0] * 4
     for _ in range(30):

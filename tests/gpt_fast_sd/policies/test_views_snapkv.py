@@ -129,7 +129,7 @@ def test_without_the_scale_by_the_head_dim_other_entries_would_be_listed() -> No
     assert not are_best(view.kv_indices[0, 0], slow_scores(q, k, LONGEST, 32, 1.0))
 
 
-def test_neighbours_of_an_attended_entry_are_listed_with_it_but_none_of_the_window_counts() -> None:
+def test_neighbours_of_an_attended_entry_are_listed_and_none_of_the_window_counts() -> None:
     mass = torch.zeros(1, 1, 50)
     mass[..., 20], mass[..., 40:] = 1.0, 100.0
     assert sorted(best_entries(mass, torch.tensor([40]), 5).flatten().tolist()) == [18, 19, 20, 21, 22]
@@ -143,7 +143,7 @@ def test_observing_changes_no_bit_of_the_cache() -> None:
     assert all(torch.equal(a, b) for a, b in zip(rig.cache.buffers, before, strict=True))
 
 
-def test_a_selection_in_the_middle_of_an_output_is_that_of_a_prompt_of_the_same_tokens() -> None:
+def test_a_selection_within_an_output_is_that_of_a_prompt_of_the_same_tokens() -> None:
     grown = Rig("snapkv", [150, 300, 420, 90], budget=80, refresh=10)
     for _ in range(12):
         grown.begin()
@@ -311,9 +311,7 @@ def test_no_round_waits_for_the_one_before_and_the_host_feeds_no_window(
     ("name", "windows"),
     few([("snapkv", 1), ("snapkv", 2), ("standalone", 2), ("hierarchy", 1)], [("hierarchy", 1)]),
 )
-def test_rows_are_selected_for_in_captured_rounds_when_they_are_in_eager_ones(
-    name: str, windows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_selected_for_as_in_eager_rounds(name: str, windows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cpu"], windows=windows))
     assert told(drafting(name).generate(LONG, SAMPLED)) == told(drafting(name, captured=False).generate(LONG, SAMPLED))
 
@@ -377,7 +375,7 @@ def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: 
     assert tokens[0] == tokens[1]
 
 
-def test_the_entries_of_most_mass_are_those_before_each_rows_own_end_whatever_is_in_view() -> None:
+def test_the_entries_of_most_mass_lie_before_each_rows_own_end() -> None:
     torch.manual_seed(0)
     mass, ends = torch.rand(3, 2, 512), torch.tensor([100, 481, 33])
     mass[0, 0, 10:60] = 0.5  # ties
