@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.acceptance import AcceptResult, verify_greedy, verify_sampled
-from gpt_fast_sd.sampling import ACCEPT_STREAM, DRAFT_STREAM, TARGET_STREAM, SamplingTable, draw, probabilities, uniform
-from tests.helpers import chi_square, table_of, thinned
+from gpt_fast_sd.sampling import ACCEPT_STREAM, DRAFT_STREAM, TARGET_STREAM, draw, probabilities, uniform
+from tests.helpers import chi_square, table_of
 
 BELOW_1 = 1.0 - 2.0**-24  # the largest number uniform() gives
 Accept = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], AcceptResult]
@@ -311,41 +311,6 @@ def test_the_chi_square_test_sees_a_planted_bug(bug: str | None) -> None:
 # ---- where it runs -------------------------------------------------------------------------------------------------
 
 
-def whole_round(
-    logits: Tensor, draft_logits: Tensor, table: SamplingTable, length: Tensor, max_accept: Tensor
-) -> AcceptResult:
-    """Everything a sampled round does once both models have spoken."""
-    n_rows, gamma, _ = draft_logits.shape
-    p, q = probabilities(logits, table), probabilities(draft_logits, table)
-    place = length[:, None] + torch.arange(gamma + 1, device=length.device)
-    draft_u, accept_u, next_u = (
-        uniform(table.seed[:, None], place, stream) for stream in (DRAFT_STREAM, ACCEPT_STREAM, TARGET_STREAM)
-    )
-    drafted = draw(q.flatten(0, 1), draft_u[:, :gamma].flatten()).view(n_rows, gamma)
-    return verify_sampled(p, q, drafted, max_accept, accept_u[:, :gamma], next_u)
-
-
-def greedy_round(
-    logits: Tensor, draft_logits: Tensor, table: SamplingTable, length: Tensor, max_accept: Tensor
-) -> AcceptResult:
-    return verify_greedy(logits, draft_logits.argmax(-1), max_accept)
-
-
-def round_inputs(gamma: int) -> tuple[Tensor, Tensor, SamplingTable, Tensor, Tensor]:
-    logits = torch.randn(5, gamma + 1, 20)
-    params = [SamplingParams(temperature=t, top_p=0.9, seed=3) for t in (0.0, 0.5, 1.0, 1.5, 2.0)]
-    draft_logits = logits[:, :gamma] + 0.5 * torch.randn(5, gamma, 20)
-    return logits, draft_logits, table_of(params, 20), torch.arange(5), torch.arange(5) % (gamma + 1)
-
-
-@thinned("one_round,gamma", [greedy_round, whole_round], [0, 3])
-def test_a_round_is_one_graph(one_round: Callable[..., AcceptResult], gamma: int) -> None:
-    torch._dynamo.reset()
-    inputs = round_inputs(gamma)
-    traced = torch.compile(one_round, fullgraph=True, dynamic=False, backend="aot_eager")
-    assert outcome(traced(*inputs)) == outcome(one_round(*inputs))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("gamma", [0, 3])
 def test_compiled_verdicts_are_the_eager_ones(gamma: int) -> None:
@@ -354,13 +319,3 @@ def test_compiled_verdicts_are_the_eager_ones(gamma: int) -> None:
     for verify, inputs in ((verify_sampled, arguments), (verify_greedy, (arguments[0], *arguments[2:4]))):
         compiled = torch.compile(verify, fullgraph=True, dynamic=False)
         assert outcome(compiled(*inputs)) == outcome(verify(*inputs))
-
-
-@pytest.mark.parametrize("gamma", [0, 3])
-@pytest.mark.parametrize("one_round", [whole_round, greedy_round])
-def test_a_round_never_waits_for_a_value(one_round: Callable[..., AcceptResult], gamma: int) -> None:
-    logits, draft_logits, table, length, max_accept = round_inputs(gamma)
-    on_meta = SamplingTable(*(column.to("meta") for column in vars(table).values()))  # a tensor without values
-    result = one_round(logits.to("meta"), draft_logits.to("meta"), on_meta, length.to("meta"), max_accept.to("meta"))
-    assert result.n_accepted.shape == result.next_token.shape == (5,)
-    assert result.n_accepted.dtype == result.next_token.dtype == torch.int64

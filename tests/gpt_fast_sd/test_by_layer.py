@@ -178,16 +178,16 @@ def test_quantized_weights_are_those_of_each_layer(parts: Parts) -> None:
     check_equal("decode", model, tolerance=1e-3)
 
 
-def test_a_step_serves_one_model_after_another(parts: Parts) -> None:
+def test_a_step_serves_one_model_after_another_and_weights_that_take_the_place_of_others(parts: Parts) -> None:
     """The layers of the call count, not those of the first one."""
-    step, cache = CompiledStep(decode_step), filled_cache(tiny_model())
+    model, other, step = tiny_model(), tiny_model(seed=1), CompiledStep(decode_step)
+    args = (*tokens_at(300, 1), filled_cache(model).layers, span(filled_cache(model), 400), 0)
     with torch.inference_mode():
-        for seed in (0, 1):
-            model = tiny_model(seed=seed)
-            tokens, pos = tokens_at(300, 1)
-            args = (tokens, pos, cache.layers, span(cache, 400), 0)
-            expected = decode_step(model, *args)[0]
-            torch.testing.assert_close(step(model, *args)[0], expected, atol=1e-4, rtol=1e-4)
+        for one in (model, other):
+            expected = decode_step(one, *args)[0]
+            torch.testing.assert_close(step(one, *args)[0], expected, atol=1e-4, rtol=1e-4)
+        model.load_state_dict(other.state_dict(), assign=True)
+        torch.testing.assert_close(step(model, *args)[0], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_steps_are_warmed_up_with_the_most_drafts_first() -> None:
@@ -223,17 +223,6 @@ def test_an_engine_that_is_gone_leaves_nothing_behind(parts: Parts, monkeypatch:
     del one
     gc.collect()
     assert [x() is None for x in left] == [True] * 3
-
-
-def test_weights_that_take_the_place_of_others_count(parts: Parts) -> None:
-    model, other = tiny_model(), tiny_model(seed=1)
-    step, cache = CompiledStep(decode_step), filled_cache(model)
-    args = (*tokens_at(300, 1), cache.layers, span(cache, 400), 0)
-    with torch.inference_mode():
-        step(model, *args)
-        expected = decode_step(other, *args)[0]
-        model.load_state_dict(other.state_dict(), assign=True)
-        torch.testing.assert_close(step(model, *args)[0], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("cheap", ["lookup", "standalone"])

@@ -189,7 +189,9 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(n)
 
 
-def bits_are_the_same_on_any_number_of_threads(slots: int, gamma: int) -> None:
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("slots", "gamma"), few([(1, 1), (5, 4), (1, 4), (5, 1)], [(5, 1)]))
+def test_steps_of_our_kernels_are_bit_identical_on_any_number_of_threads(slots: int, gamma: int) -> None:
     if not cpu_attention_fits(64, torch.bfloat16, FORMATS["bf16"]):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
     runs = []
@@ -201,12 +203,6 @@ def bits_are_the_same_on_any_number_of_threads(slots: int, gamma: int) -> None:
     for other in runs[1:]:
         assert other[0] == runs[0][0] and other[1].keys() == runs[0][1].keys()
         assert all(torch.equal(other[1][text], bits) for text, bits in runs[0][1].items())
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("slots", "gamma"), few([(1, 1), (5, 4), (1, 4), (5, 1)], [(5, 1)]))
-def test_steps_of_our_kernels_are_bit_identical_on_any_number_of_threads(slots: int, gamma: int) -> None:
-    bits_are_the_same_on_any_number_of_threads(slots, gamma)
 
 
 @pytest.mark.usefixtures("threads")

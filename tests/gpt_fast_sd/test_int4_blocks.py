@@ -71,30 +71,22 @@ def test_so_it_has_where_the_target_is_packed(tmp_path: Path) -> None:
         assert isinstance(own, Int4Linear) and dequantize_blocks(own.held, BF16).equal(weights[name])
 
 
-def test_keys_that_were_evened_are_known_by_their_powers_of_two(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1])
+def test_keys_that_were_evened_are_known_by_their_powers_of_two(kind: Kind, tmp_path: Path) -> None:
     theirs = transformers_model("Qwen2", **FAMILIES["Qwen2"])
     with torch.no_grad():
         theirs.model.layers[0].self_attn.k_proj.bias[3] = 300.0
-    model = load_model(write_gguf(tmp_path / "model.gguf", theirs, Kind.Q4_1), dtype=BF16)
+    path = write_gguf(tmp_path / "model.gguf", theirs, kind)
+    model, quantized = load_model(path, dtype=BF16), load_model(path, dtype=BF16)
+    quantize(quantized, "int4")
     before = model.layers[0].attention.wqkv.weight.clone()
-    equalize_keys(model)
+    for one in (model, quantized):
+        equalize_keys(one)
     assert not model.layers[0].attention.wqkv.weight.equal(before)
     copy = draft_copy(model, "int4")
-    assert kept(copy, model) == layers_of(model).keys()
+    assert kept(copy, model) == kept(quantized, model) == layers_of(model).keys()
     assert copy.layers[0].attention.wqkv.scale.unique().numel() > 1
-
-
-def test_keys_of_int4_layers_are_evened_as_those_of_the_model_are(tmp_path: Path) -> None:
-    theirs = transformers_model("Qwen2", **FAMILIES["Qwen2"])
-    with torch.no_grad():
-        theirs.model.layers[0].self_attn.k_proj.bias[3] = 300.0
-    path = write_gguf(tmp_path / "model.gguf", theirs, Kind.Q4_0)
-    plain, quantized = load_model(path, dtype=torch.float32), load_model(path, dtype=torch.float32)
-    quantize(quantized, "int4")
-    for model in (plain, quantized):
-        equalize_keys(model)
-    assert kept(quantized, plain) == layers_of(plain).keys()
-    for own, other in zip(quantized.layers, plain.layers, strict=True):
+    for own, other in zip(quantized.layers, model.layers, strict=True):
         assert own.attention.wqkv.bias.equal(other.attention.wqkv.bias)
 
 

@@ -24,7 +24,7 @@ from gpt_fast_sd.model import KV, SPLIT, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA
 from gpt_fast_sd.policies.standalone import StandaloneDraft
-from gpt_fast_sd.serving.requests import Completion, TokenEvent
+from gpt_fast_sd.serving.requests import Completion, RoundEvent, TokenEvent
 from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpt_fast_sd.policies.drafting import compiles_once, entries, nearly, prefilled, tokens_of
@@ -286,9 +286,10 @@ def test_speculation_never_changes_greedy_output(name: str, gamma: int, group: i
     assert speculation_changes_nothing(name, gamma, group)
 
 
-@pytest.mark.parametrize("name", few(POLICIES, ["streaming", "lookup", "hierarchy over standalone"]))
+@pytest.mark.parametrize("name", few(POLICIES, ["streaming", "lookup", "guided", "hierarchy over standalone"]))
 def test_accounts_add_up(name: str) -> None:
-    one = speculator(name)
+    one, rounds = speculator(name), list[RoundEvent]()
+    one.on_round = rounds.append
     events: list[TokenEvent] = list(one.stream(PROMPTS, PARAMS))
     known = set(one.policy.proposers) if one.policy else set()
     for event in events:
@@ -296,6 +297,8 @@ def test_accounts_add_up(name: str) -> None:
         assert sum(proposed) == event.accepted <= event.drafted <= 4
         assert proposed == sorted(proposed, reverse=True)  # drafts first, then the target's own
         assert {*event.sources} <= known | {"target"}
+        assert len(event.refused) == event.drafted - event.accepted
+        assert not event.refused or event.refused[0] != event.tokens[-1]  # the target writes another one in its place
     done = [event.completion for event in events if event.completion]
     for completion in done:
         mine = [event for event in events if event.index == completion.index]
@@ -306,12 +309,20 @@ def test_accounts_add_up(name: str) -> None:
         for by_position in (stats.drafted_by_position, stats.accepted_by_position):
             assert list(by_position) == sorted(by_position, reverse=True)
     assert len(done) == len(PROMPTS)
-    assert one.stats.decode_tokens == sum(c.stats.emitted for c in done)
-    assert one.stats.drafted == sum(c.stats.drafted for c in done)
-    assert one.stats.accepted == sum(c.stats.accepted for c in done)
-    assert one.stats.decode_seconds == pytest.approx(
-        one.stats.draft_seconds + one.stats.verify_seconds + one.stats.host_seconds
-    )
+    totals = one.stats
+    assert totals.decode_tokens == sum(c.stats.emitted for c in done)
+    assert totals.drafted == sum(c.stats.drafted for c in done)
+    assert totals.accepted == sum(c.stats.accepted for c in done)
+    assert totals.decode_seconds == pytest.approx(totals.draft_seconds + totals.verify_seconds + totals.host_seconds)
+    assert [event for each in rounds for event in each.events] == events and len(rounds) == totals.rounds
+    for part in ("draft_seconds", "verify_seconds", "prefill_seconds"):
+        assert sum(getattr(each, part) for each in rounds) == pytest.approx(getattr(totals, part))
+    assert sum(each.seconds for each in rounds) == pytest.approx(totals.decode_seconds)
+    assert all(each.draft_seconds + each.verify_seconds <= each.seconds for each in rounds)
+    rounds.clear()
+    one.generate(PROMPTS, PARAMS, speculate=False)  # plain rounds tell of no draft
+    assert {each.gamma for each in rounds} == {0}
+    assert not any(each.read or each.draft_seconds or event.refused for each in rounds for event in each.events)
 
 
 @pytest.mark.parametrize("name", few(POLICIES, ["guided", "lookup", "standalone"]))

@@ -163,22 +163,19 @@ def test_it_is_the_model(by_operators: None, name: str, cache: str) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("weights", ["int8", "int4", "int4 for few rows"])
-def test_it_is_the_model_with_quantized_weights(by_operators: None, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("weights", "cache", "tail"),
+    [("int8", "bf16", 0), ("int4", "bf16", 0), ("int4 for few rows", "bf16", 0), ("bf16", "planes", 64)],
+)
+def test_so_it_is_with_quantized_weights_and_over_the_upper_plane_and_a_tail(
+    by_operators: None, weights: str, cache: str, tail: int
+) -> None:
     model = model_of("qwen2", weights)
-    ways, whole = Ways(model), Fused(model)
-    for how in STEPS[:1], STEPS[4:6]:
-        for each in how:
-            assert off(ways.step(whole, **each)[0], ways.step(model, **each)[0]) < 0.02
-
-
-@needs_kernel
-def test_a_draft_reads_the_upper_plane_and_the_tail(by_operators: None) -> None:
-    model = model_of("llama")
-    ways, whole = Ways(model, "planes", tail=64), Fused(model)
+    ways, whole = Ways(model, cache, tail=tail), Fused(model)
     for how in STEPS[:2] + STEPS[4:6]:
         assert off(ways.step(whole, **how)[0], ways.step(model, **how)[0]) < 0.02
-    assert off(Ways(model, "planes").step(whole, 1)[0], ways.step(whole, 1)[0]) > 0.001  # otherwise nothing is shown
+    if tail:  # otherwise nothing is shown
+        assert off(Ways(model, cache).step(whole, 1)[0], ways.step(whole, 1)[0]) > 0.001
 
 
 @needs_kernel

@@ -136,19 +136,6 @@ def test_a_target_verifies_with_few_launches_and_no_one_row_kernel_of_a_library(
     assert settings == {key: value for key, value in inductor.get_config_copy().items() if not key.startswith("_")}
 
 
-@pytest.mark.slow
-def test_inductor_replaces_a_librarys_int8_weights_by_a_one_row_kernel() -> None:
-    """What the operator of our own is for: should this fail, torch has mended it."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    with fake_cuda_tensors(), torch.inference_mode():
-        rig, x = fake_rig(), torch.zeros(5, 512, dtype=torch.bfloat16, device=CUDA)
-        linear = rig.model.layers[0].attention.wo  # type: ignore[union-attr]
-        quantize_(linear, Int8WeightOnlyConfig(set_inductor_config=False), filter_fn=lambda *_: True)  # type: ignore[arg-type]
-        step = cuda_code(lambda linear, x: linear(x), linear, x)
-    assert "_weight_int8pack_mm" in step.code
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "capability", "cuda", "said"),
     [
