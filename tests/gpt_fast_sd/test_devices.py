@@ -102,10 +102,6 @@ def a_turing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     gpu(monkeypatch, "Tesla T4", (7, 5))
 
 
-def a_volta(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    gpu(monkeypatch, "Tesla V100-SXM2-16GB", (7, 0))
-
-
 def an_amd(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     gpu(monkeypatch, "AMD Instinct MI300X", (9, 4))
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -176,7 +172,6 @@ def a_hidden_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 Machine = Callable[[pytest.MonkeyPatch, Path], None]
 MACHINES: list[tuple[Machine, str]] = [
     (a_turing, r"Tesla T4 has compute capability 7\.5, and our kernels need 8\.0 or more"),
-    (a_volta, r"Tesla V100-SXM2-16GB has compute capability 7\.0, and our kernels need 8\.0 or more"),
     (an_amd, r"device 'cuda' is an AMD GPU to torch .* \(ROCm 6\.4\.1\), and our kernels are made for NVIDIA's"),
     (no_triton, r"device 'cuda' needs triton, which is not installed"),
     (no_compiler, r"device 'cuda' cannot be used: .*Failed to find C compiler.*\(Ubuntu: gcc python3-dev\), or use"),

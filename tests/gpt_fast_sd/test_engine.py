@@ -17,7 +17,8 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import SPLIT, ModelConfig, save_hugging_face
-from gpt_fast_sd.serving.requests import Completion, TokenEvent
+from gpt_fast_sd.serving.requests import TokenEvent
+from tests.gpt_fast_sd.policies.drafting import tokens_of
 from tests.helpers import ByteTokenizer, few, random_ids, tiny_config, tiny_model, whole_text_logits
 
 LENGTHS = [1, 2, 700, 3, 255, 256, 257, 10, 511, 512, 513, 7, 90, 400, 1, 33, 64, 258, 600, 5]
@@ -35,10 +36,6 @@ def engine(config: ModelConfig | None = None, *, tokenizer: Any = None, draft: A
     """An eager engine of 4 slots around the tiny model."""
     wanted: dict[str, Any] = {"batch_size": 4, "max_seq_len": 768, "device": "cpu", "compile": False} | changes
     return Engine(tiny_model(config), tokenizer, EngineConfig(**wanted), draft)
-
-
-def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
-    return [completion.tokens for completion in completions]
 
 
 def slow_greedy(prompt: list[int], n: int) -> list[int]:

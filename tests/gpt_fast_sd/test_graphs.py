@@ -139,9 +139,12 @@ def test_the_graphs_of_others_on_torchs_own_capture_stream_are_no_matter(cuda: C
 
 
 @ONE_RULE
-def test_a_capture_lets_other_threads_call_cuda(cuda: Cuda) -> None:
-    tokens(engine())
+def test_a_capture_lets_other_threads_call_cuda_and_results_land_in_pinned_memory(cuda: Cuda) -> None:
+    one = engine()
+    tokens(one)
     assert cuda.captures and {capture["mode"] for capture in cuda.captures} == {"thread_local"}
+    assert [place.numel() for place in one.schedule.rounds._pinned] == [3 * (2 * 2 + 5)] * 2
+    assert all(type(place).__name__ == "Pinned" for place in one.schedule.rounds._pinned)
 
 
 def test_an_engine_that_is_dropped_leaves_no_graph(cuda: Cuda) -> None:
@@ -206,14 +209,6 @@ def test_a_result_is_waited_for_where_its_round_is_replayed(cuda: Cuda, monkeypa
 
 
 @ONE_RULE
-def test_results_land_in_pinned_memory_that_is_read_when_their_event_has_come(cuda: Cuda) -> None:
-    one = engine()
-    tokens(one)
-    assert [place.numel() for place in one.schedule.rounds._pinned] == [3 * (2 * 2 + 5)] * 2
-    assert all(type(place).__name__ == "Pinned" for place in one.schedule.rounds._pinned)
-
-
-@ONE_RULE
 @pytest.mark.parametrize("policy", ["streaming", "lookup"])
 def test_rows_of_all_kinds_may_come_and_go_in_every_order(policy: str, cuda: Cuda) -> None:
     """Each is what it is alone, whatever shares its rounds: some graphs sample and filter, and others do not."""
@@ -268,45 +263,30 @@ def test_what_is_not_a_policy_of_this_engine_is_refused_when_it_is_set(cuda: Cud
     assert tokens(one) == expected and one.stats.drafted
 
 
-def another_policy(one: Engine) -> None:
-    one.policy = build_policy(DraftConfig(policy="guided", gamma=2, budget=96), one.target, None)
-
-
-def another_page(one: Engine) -> None:
-    one.schedule.rounds.draft = dataclasses.replace(one.schedule.rounds.draft, page=32)
-
-
-def another_width(one: Engine) -> None:
-    one.schedule.rounds.width = 6
-
-
-def a_replay(one: Engine) -> None:
-    one.replay = Replay(torch.tensor([[3, 1, 0], [0, 3, 2]]))
-
-
-CHANGES: dict[str, tuple[Callable[[Engine], None], dict[str, Any]]] = {
-    "policy": (another_policy, {}),
-    "page": (another_page, {}),
-    "width": (another_width, {}),
-    "replay": (a_replay, {}),
-    "sampled": (lambda one: None, {"params": SAMPLED}),
-    "filtered": (lambda one: None, {"params": FILTERED}),
-    "speculate": (lambda one: None, {"speculate": False}),
-    "gamma": (lambda one: one.redraft(DraftConfig(policy="streaming", gamma=3, budget=96)), {}),
+GUIDED = DraftConfig(policy="guided", gamma=2, budget=96)
+CHANGES: dict[str, Callable[[Engine], Any] | dict[str, Any]] = {  # what is done to an engine, or how it is called
+    "policy": lambda one: setattr(one, "policy", build_policy(GUIDED, one.target, None)),
+    "page": lambda one: setattr(one.schedule.rounds, "draft", dataclasses.replace(GUIDED, page=32)),
+    "width": lambda one: setattr(one.schedule.rounds, "width", 6),
+    "replay": lambda one: setattr(one, "replay", Replay(torch.tensor([[3, 1, 0], [0, 3, 2]]))),
+    "gamma": lambda one: one.redraft(DraftConfig(policy="streaming", gamma=3, budget=96)),
+    "sampled": {"params": SAMPLED},
+    "filtered": {"params": FILTERED},
+    "speculate": {"speculate": False},
 }
 
 
 @ONE_RULE
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_round_reads_on_the_host_asks_for_another_graph(name: str, cuda: Cuda) -> None:
-    change, how = CHANGES[name][0], dict(CHANGES[name][1])
-    one = engine("guided", max_seq_len=400)
-    one.generate(PROMPTS[:1], GREEDY)
+    change, one, usual = CHANGES[name], engine("guided", max_seq_len=400), {"params": GREEDY}
+    one.generate(PROMPTS[:1], **usual)
     before = len(cuda.captures)
-    one.generate(PROMPTS[:1], GREEDY)
+    one.generate(PROMPTS[:1], **usual)
     assert len(cuda.captures) == before
-    change(one)
-    one.generate(PROMPTS[:1], how.pop("params", GREEDY), **how)
+    if callable(change):
+        change(one)
+    one.generate(PROMPTS[:1], **usual | ({} if callable(change) else change))
     assert len(cuda.captures) > before
 
 

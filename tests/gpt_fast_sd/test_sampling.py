@@ -354,7 +354,6 @@ KEYS: dict[str, tuple[Tensor, Tensor, int]] = {
     "even positions": (torch.zeros_like(N), 2 * N, 0),
 }
 EVEN = torch.full((256,), 1 / 256)
-KEYS += ["seed and position together", "even positions"]
 
 
 @pytest.mark.parametrize("name", KEYS)
