@@ -1,4 +1,4 @@
-"""What runs in the places of the core's functions: by default they themselves, or faster bodies that stand in for them.
+"""What runs in the places of the core's functions: they themselves, or in an engine faster bodies, where these serve.
 
 The functions named here are the truth. A body has the signature and keeps the promises of the one that it stands for;
 fast/choose.py puts them in, one by one, as long as what they stand for reads as it did when they were written.
@@ -45,12 +45,12 @@ class Bodies:
     verify_greedy: Body = field(default_factory=lambda: acceptance.verify_greedy)
     judge_sampled: Body = field(default_factory=lambda: acceptance.judge_sampled)
     commit: Body = field(default_factory=lambda: acceptance.commit)
-    others: Mapping[str, Body] = field(default_factory=dict)  # of functions that policies have, by their names
+    others: Mapping[Body, Body] = field(default_factory=dict)  # of functions that policies have
     names: tuple[tuple[str, str], ...] = ()  # what is not the core's own: a part of the work, and who does it
 
     def of(self, function: Body) -> Body:
         """What runs in the place of a policy's function: a body, or the function itself."""
-        return self.others.get(function.__name__, function)
+        return self.others.get(function, function)
 
     @property
     def about(self) -> str:

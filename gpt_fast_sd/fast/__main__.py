@@ -10,6 +10,7 @@ if __name__ == "__main__":
         marks.write()
     elif sys.argv[1:]:
         sys.exit(f"expected --write or nothing, got {' '.join(sys.argv[1:])}")
-    for body, names in sorted(marks.STANDS_FOR.items()):
-        for name in marks.edited_of(names):
-            print(f"{name} changed: bring {body} up to date, then its mark")
+    changed = [(name, body) for body, names in sorted(marks.STANDS_FOR.items()) for name in marks.edited_of(names)]
+    for name, body in changed:
+        print(f"{name} changed: bring {body} up to date, then its mark")
+    sys.exit(bool(changed))

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from gpt_fast_sd.model import CacheFormat
+
 from ..bodies import Bodies, Body
 from ..devices import traits_of
 from ..steps import Backend, Runner, Step
@@ -22,11 +24,11 @@ from .cpu.fused_layers import FusedLayers, fuses
 from .cpu.generated import prepare_for_inductor
 from .cpu.instruction_sets import chosen
 from .cpu.linear import kernels_are_built
-from .cpu.packing import pack_linears
+from .cpu.packing import PackedFeedForward, is_packed, pack_linears
 from .cpu.round import cpu_round_serves
 from .cpu.sampling import LEAST_VOCABULARY
 from .cpu.sampling import available as distributions_build
-from .marks import edited
+from .marks import STANDS_FOR, edited, name_of, original
 from .ops.choice import triton_serves
 from .triton import stand_ins as triton
 
@@ -38,7 +40,7 @@ class FastBackend(Backend):
     device: torch.device
     options: Options | None  # Inductor's; None: steps run eagerly, with bodies that are built already
     stand_ins: bool = True  # False: the core as it is written
-    told: set[str] = field(default_factory=set)  # what was said to have been edited
+    told: set[tuple[str, str]] = field(default_factory=set)  # what was said to have been edited
 
     @property
     def compiles(self) -> bool:  # type: ignore[override]
@@ -68,17 +70,22 @@ class FastBackend(Backend):
             pack_linears(runner.model, few_rows=few_rows)
             if self.compiles:
                 prepare_for_inductor(runner.model)
+            self._announce({"feed-forward layers": edited(PackedFeedForward)}, "C++")
 
     def bodies(self, runner: Runner) -> Bodies:
         """What runs in the places of the core's functions, after the weights were laid out."""
         if not self.stand_ins:
             return Bodies()
         if triton_serves(self.device):
-            return self._put_in(Bodies(), runner, self._triton())
+            return self._put_in(Bodies(), self._triton())
         if self.device.type != "cpu":
             return Bodies()
-        bodies = self._put_in(Bodies(), runner, {"cuts": ({"probabilities": triton.probabilities}, "")})
-        return self._put_in(bodies, runner, self._cpp(runner)) if self.uses_kernels(runner) else bodies
+        bodies = self._put_in(Bodies(), {"top-k and top-p": ({"probabilities": triton.probabilities}, "NumPy's sort")})
+        if not self.uses_kernels(runner):
+            return bodies
+        products = (("products", "C++, packed weights"),) if is_packed(runner.model) else ()
+        bodies = self._put_in(bodies, self._cpp(runner))
+        return replace(bodies, names=(*bodies.names, *products))
 
     def _triton(self) -> dict[str, tuple[dict[str, Body], str]]:
         attention = {name: getattr(triton, name) for name in ("dense", "dense_of_slots", "listed")}
@@ -87,14 +94,14 @@ class FastBackend(Backend):
         return {
             "attention": (attention, "Triton"),
             "selection": (selection, "Triton"),
-            "cuts": ({"probabilities": triton.probabilities}, "Triton"),
+            "top-k and top-p": ({"probabilities": triton.probabilities}, "Triton"),
         }
 
     def _cpp(self, runner: Runner) -> dict[str, tuple[dict[str, Body], str]]:
         """The parts of the work that C++ does: each with its bodies, and who that is."""
         model, form, parts = runner.model, runner.cache.format, dict[str, tuple[dict[str, Body], str]]()
         who, asked = f"C++, {chosen().name}", model.embedding.weight.dtype if form.scaled else form.dtype
-        if cpu_attention_fits(model.config.head_dim, asked, form):
+        if type(form) is CacheFormat and cpu_attention_fits(model.config.head_dim, asked, form):
             parts["attention"] = {"dense": cpp.dense, "listed": cpp.listed}, who
         if runner.group.size == 1 and fuses(model, runner.cache):
             layers = FusedLayers(model)
@@ -107,19 +114,24 @@ class FastBackend(Backend):
                 parts["filters"] = {"probabilities": cpp.probabilities}, who
         return parts
 
-    def _put_in(self, bodies: Bodies, runner: Runner, parts: dict[str, tuple[dict[str, Body], str]]) -> Bodies:
+    def _put_in(self, bodies: Bodies, parts: dict[str, tuple[dict[str, Body], str]]) -> Bodies:
         """The table with the bodies of these parts, except those whose originals were edited."""
         for part, (found, who) in parts.items():
             changed = {name: edited(FusedLayers if part == "layers" else body) for name, body in found.items()}
-            for name in sorted({name for names in changed.values() for name in names} - self.told):
-                self.told.add(name)
-                where = name.replace(":", ", ").removeprefix("gpt_fast_sd.")
-                warnings.warn(
-                    f"{where} was edited: {part} as the core is written, without the body in {who}", stacklevel=2
-                )
+            self._announce({part: sorted({name for names in changed.values() for name in names})}, who)
             kept = {name: body for name, body in found.items() if not changed[name]}
-            names = (*bodies.names, (part, who)) if kept and who else bodies.names
-            others = {name: body for name, body in kept.items() if name not in Bodies.__dataclass_fields__}
-            own = {name: body for name, body in kept.items() if name not in others}
+            own = {name: body for name, body in kept.items() if name in Bodies.__dataclass_fields__}
+            others = {original(STANDS_FOR[name_of(kept[name])][0]): kept[name] for name in kept.keys() - own.keys()}
+            names = (*bodies.names, (part, who)) if kept else bodies.names
             bodies = replace(bodies, **own, others={**bodies.others, **others}, names=names)
         return bodies
+
+    def _announce(self, edits: dict[str, list[str]], who: str) -> None:
+        """Say once in a line of each function that was edited which part of the work runs as the core is written."""
+        for part, names in edits.items():
+            for name in names:
+                if (name, part) not in self.told:
+                    self.told.add((name, part))
+                    where = name.replace(":", ".").removeprefix("gpt_fast_sd.")
+                    said = f"{where} was edited: {part} as the core is written, without the body in {who}"
+                    warnings.warn(said, stacklevel=2)

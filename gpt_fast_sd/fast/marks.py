@@ -1,8 +1,9 @@
 """What a body stands for, and whether that still reads as it did when the body was written.
 
 A mark is a hash of a function's syntax tree without docstring, comments and annotations: not of its text. A body names
-the functions of the core that it stands for; whatever of the core these call or read by name counts, too. If one of
-them has another mark now, because a file was edited or a name bound anew, the body is not used, and one line says so.
+the functions of the core that it stands for; what these read by a word of their module counts, too (what they read as
+an attribute, such as a method, has to be named). If one of them has another mark now, because a file was edited or a
+name bound anew, the body is not used, and one line says so.
 
     python -m gpt_fast_sd.fast            # which marks are out of date, and which bodies stand for what changed
     python -m gpt_fast_sd.fast --write    # the bodies were brought up to date: remember the core as it is
@@ -49,21 +50,28 @@ def edited_of(names: Iterable[str]) -> list[str]:
 
 
 def marks_of(names: Iterable[str]) -> dict[str, str]:
-    """The marks of these functions, and of all of the core that they read by name; "" for what has no source."""
+    """The marks of these functions, and of all that they read by a word of their module; "" for what has no source."""
     marks: dict[str, str] = {}
     waiting = list(names)
     while waiting:
         name = waiting.pop()
         if name in marks:
             continue
-        found = _found(name)
+        found = original(name)
         if not isinstance(found, types.FunctionType):
-            marks[name] = repr(found)
+            marks[name] = _described(found)
             continue
-        node = _node_of(found.__code__.co_filename, found.__code__.co_firstlineno, found.__name__)
+        node = _node_of(found)
+        if node is None and _is_installed_without_source(found):  # then nobody edits it either
+            marks[name] = _known().get(name, "")
+            continue
         marks[name] = "" if node is None else hashlib.sha256(_written(node).encode()).hexdigest()[:16]
-        read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} if node else set()
-        waiting += [other for word in sorted(read) if (other := _of_the_core(found, word))]
+        read = _words(node) if node else set()
+        for word in sorted(read):
+            if other := _of_the_core(found, word):
+                waiting.append(other)
+                if other != f"{found.__module__}:{word}":  # that it is this one's is a part of what the reader says
+                    marks[f"{found.__module__}:{word}"] = f"is {other}"
     return dict(sorted(marks.items()))
 
 
@@ -73,29 +81,53 @@ def name_of(thing: Any) -> str:
 
 
 def _of_the_core(reader: types.FunctionType, word: str) -> str | None:
-    """The name of the core's function or number that a function reads by this word; None for anything else."""
-    module = sys.modules[reader.__module__]
-    value = reader.__globals__.get(word)
-    if isinstance(value, types.FunctionType):
-        where = value.__module__
-        if _is_core(where):
-            return f"{where}:{value.__qualname__}"
-        library = where.partition(".")[0] in sys.stdlib_module_names | {"torch"}
-        return None if library else f"{module.__name__}:{word}"  # bound anew by somebody
-    return f"{module.__name__}:{word}" if isinstance(value, (int, float, str)) and word in vars(module) else None
+    """The name of what a function of the core reads by this word; None for a module, and for what is no global."""
+    value = reader.__globals__.get(word, types)
+    if isinstance(value, types.ModuleType):
+        return None
+    if isinstance(value, types.FunctionType) and _is_core(value.__module__) and original(name_of(value)) is value:
+        return name_of(value)
+    return f"{reader.__module__}:{word}"  # a number, a class, a library's function, or what somebody bound anew
+
+
+def _described(found: Any) -> str:
+    """The mark of what is no function: a number or text itself, of others what they are."""
+    if found is None or isinstance(found, (int, float, str)):
+        return repr(found)
+    where = [getattr(found, name, "") for name in ("__module__", "__qualname__")]
+    return " ".join([type(found).__name__, *(part for part in where if isinstance(part, str))])
+
+
+def _words(node: Any) -> set[str]:
+    """The names that a syntax tree reads, but those of annotations."""
+    if isinstance(node, list):
+        return set().union(*map(_words, node))
+    if not isinstance(node, ast.AST):
+        return set()
+    own = {node.id} if isinstance(node, ast.Name) else set()
+    return own.union(*(_words(value) for key, value in ast.iter_fields(node) if key not in ("annotation", "returns")))
 
 
 def _is_core(module: str) -> bool:
     return module.startswith("gpt_fast_sd.") and not module.startswith("gpt_fast_sd.fast.")
 
 
-def _found(name: str) -> Any:
+def original(name: str) -> Any:
+    """What a name like "gpt_fast_sd.acceptance:commit" means now; None if it is gone."""
     module, _, place = name.partition(":")
     found: Any = importlib.import_module(module)
-    for part in place.split("."):
-        found = inspect.getattr_static(found, part)
+    try:
+        for part in place.split("."):
+            found = inspect.getattr_static(found, part)
+    except AttributeError:
+        return None
     found = found.fget if isinstance(found, property) else found
     return found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
+
+
+def _is_installed_without_source(found: types.FunctionType) -> bool:
+    file = found.__code__.co_filename
+    return file == getattr(sys.modules.get(found.__module__), "__file__", None) and not os.path.exists(file)
 
 
 @functools.cache
@@ -109,9 +141,10 @@ def _nodes(file: str, changed: int) -> dict[tuple[int, str], ast.AST]:
     return {(min([n.lineno, *(d.lineno for d in n.decorator_list)]), n.name): n for n in functions}
 
 
-def _node_of(file: str, line: int, name: str) -> ast.AST | None:
+def _node_of(found: types.FunctionType) -> ast.AST | None:
+    code = found.__code__
     try:
-        return _nodes(file, os.stat(file).st_mtime_ns).get((line, name))
+        return _nodes(code.co_filename, os.stat(code.co_filename).st_mtime_ns).get((code.co_firstlineno, code.co_name))
     except OSError:  # of no file: typed in, say
         return None
 

@@ -12,6 +12,7 @@ from gpt_fast_sd.tp import Group
 
 from ..config import DraftConfig, EngineConfig
 from ..fast import kernels_are_built, packing_builds
+from ..fast.cpu.packing import is_packed
 from ..quantization.quantize import is_quantized
 from ..quantization.table import require_copy, require_precision, require_sizes
 from .machine import require_kernels, whole_memory
@@ -82,6 +83,8 @@ def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, gr
         raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")
     if config.quantize and getattr(model, "unquantized_in", None) == id(model):
         raise ValueError("an engine runs this model's weights as they are: pass no quantize, or load the model again")
+    if config.bodies == "reference" and is_packed(model):
+        raise ValueError("bodies 'reference' needs plain weights, and an engine has packed this model's: load it again")
 
 
 def plan_for(system: System) -> MemoryPlan:

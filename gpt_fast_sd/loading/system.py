@@ -12,6 +12,7 @@ from gpt_fast_sd.tp import Group, Parallel, local_config
 from .. import registry
 from ..config import DraftConfig, EngineConfig
 from ..costs import ModelSteps
+from ..fast import triton_serves
 
 CPU = torch.device("cpu")
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,6 +42,11 @@ class System:
     whole: int = 0
     packs: bool = False
     held: CacheFormat | None = None
+
+    @property
+    def in_triton(self) -> bool:
+        """Whether its steps attend and select in Triton."""
+        return triton_serves(self.device) and self.config.bodies == "fast"
 
     def of_rank(self, parallel: Parallel) -> System:
         """The part of one rank; ValueError if ranks cannot share a model."""

@@ -14,7 +14,7 @@ from .. import registry
 from ..attention import QUERY_BLOCK
 from ..config import DraftConfig
 from ..devices import traits_of
-from ..fast import LANES, MOST_TILED, ROWS_AT_ONCE, prefill_splits, split_for, triton_serves
+from ..fast import LANES, MOST_TILED, ROWS_AT_ONCE, prefill_splits, split_for
 from ..quantization.table import matrices_of, precision
 from .system import System
 
@@ -61,7 +61,7 @@ class Workspace:
     def round(self) -> int:
         """Drafting, the target's widest step, judging, and selecting by its attention mass."""
         draft, model, b, capacity = self._sizes
-        triton, width = triton_serves(self.system.device), draft.max_gamma + 1
+        triton, width = self.system.in_triton, draft.max_gamma + 1
         row = b * model.vocab_size * 4  # fp32 [B, V]
         # a hierarchy's middle steps judge, too, and may draft too much
         cheap: int = registry.policy_class(draft.policy).beyond
@@ -96,7 +96,7 @@ class Workspace:
         chosen = 3 * model.n_layers * w * k * draft.budget * 8  # the old ones, the new ones, and those kept
         # fp32 [W, K, S]: the mass, the part of it before the window, and its averages
         scores = 3 * w * k * capacity * 4
-        if triton_serves(self.system.device):  # of one layer, whose queries are widened to all slots
+        if self.system.in_triton:  # of one layer, whose queries are widened to all slots
             attending = 3 * b * n * n_observed * (h + 1) * 4 + self._parts(b, n_observed) + b * k * capacity * 4
         else:  # of one layer, a copy of the keys and values, scores, and places to sort
             attending = w * capacity * (2 * k * h * 4 + 2 * k * 8) + self._scores(w, n_observed)
@@ -104,7 +104,7 @@ class Workspace:
 
     def _parts(self, n_rows: int, n_tokens: int) -> int:
         """For attention of chunks or windows over all keys, if CUDA splits these."""
-        if not triton_serves(self.system.device):
+        if not self.system.in_triton:
             return 0
         model = self.system.model
         splits = prefill_splits(model.group_size * n_tokens, self.system.capacity)
@@ -116,7 +116,7 @@ class Workspace:
         Keys and values that are quantized are widened first, to fp32 at most; planes are put together before.
         """
         system, model = self.system, self.system.model
-        if triton_serves(system.device):
+        if system.in_triton:
             return 0
         widened = 2 * model.n_kv_heads * model.head_dim * (system.format.scaled + system.format.planes)
         scores = SCORES * model.n_heads * min(n_tokens, QUERY_BLOCK)

@@ -17,8 +17,8 @@ from torch import Tensor
 from ..config import DraftConfig
 from ..state import BatchState
 from ..steps import Runner
+from . import selection
 from .list_and_window import SlotView
-from .selection import guided_select
 
 
 class GuidedView(SlotView):
@@ -72,7 +72,7 @@ class GuidedView(SlotView):
         grown, full = state.seq_len - self.selected_at, state.seq_len - self.window_start  # [B]
         due = (grown >= self.apart) | (full > self.window)  # [B]
         start = self._start(state.seq_len)  # [B]
-        self.runner.bodies.of(guided_select)(mass, self.kv_indices, due, start // self.page, self.page)
+        self.runner.bodies.of(selection.guided_select)(mass, self.kv_indices, due, start // self.page, self.page)
         self.window_start.copy_(torch.where(due, start, self.window_start))
         self.selected_at.copy_(torch.where(due, state.seq_len, self.selected_at))
 

@@ -23,8 +23,9 @@ from ..config import DraftConfig
 from ..draft import View
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
+from . import selection
 from .list_and_window import positions_of
-from .selection import entries_of, page_bounds, quest_pages
+from .selection import entries_of, quest_pages
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,14 @@ class QuestView(View):
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """QuestKV over bounds and window; it records the pages that it chose."""
-        choose = self.runner.bodies.of(quest_pages)
+        choose = self.runner.bodies.of(selection.quest_pages)
         return QuestKV, (self.bounds, self.chosen, self.window_start, self.window_width, self.page, choose)
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Compute the bounds of all pages of the slot."""
         for layer, bounds in zip(self.runner.cache.slot(slot), self.bounds, strict=True):
             own, first = bounds[slot : slot + 1], self.window_start.new_zeros(1)  # [1, K, S // page, 2H], [1]
-            self.runner.bodies.of(page_bounds)(layer, own, first, own.shape[2], self.page)
+            self.runner.bodies.of(selection.page_bounds)(layer, own, first, own.shape[2], self.page)
         self.window_start[slot] = self._closed(len(prompt) - 1) * self.page
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
@@ -151,4 +152,4 @@ class QuestView(View):
 
     def _bound(self, first: Tensor) -> None:
         for layer, bounds in zip(self.runner.cache.layers, self.bounds, strict=True):
-            self.runner.bodies.of(page_bounds)(layer, bounds, first, self._stride, self.page)
+            self.runner.bodies.of(selection.page_bounds)(layer, bounds, first, self._stride, self.page)

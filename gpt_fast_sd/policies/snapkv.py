@@ -26,6 +26,7 @@ from ..config import DraftConfig
 from ..devices import traits_of
 from ..state import BatchState, RoundPlan
 from ..steps import Runner, span
+from . import selection
 from .list_and_window import SlotView
 from .selection import top_pages
 
@@ -190,7 +191,7 @@ class SnapKVView(SlotView):
         cache = self.runner.cache
         n_splits_carrier = span(cache, n_keys, compiled=self._step.compiles)
         bodies = self.runner.bodies_of(ObservingKV)
-        how = self.kv_indices.shape[-1], bodies, bodies.of(top_pages)
+        how = self.kv_indices.shape[-1], bodies, bodies.of(selection.top_pages)
         out: Tensor = self._step(self.runner.model, tokens, pos, slots, cache.layers, n_splits_carrier, *how)
         return out
 

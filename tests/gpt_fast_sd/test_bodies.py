@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, accep
 from gpt_fast_sd.bodies import CORE, Bodies
 from gpt_fast_sd.fast import choose, marks
 from gpt_fast_sd.fast.compile import can_compile
-from gpt_fast_sd.model.llama import Block
+from gpt_fast_sd.model.llama import Block, FeedForward
 from gpt_fast_sd.steps import Step
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -59,7 +60,7 @@ def test_all_that_a_function_calls_or_reads_of_the_core_counts() -> None:
     found = marks.marks_of(["gpt_fast_sd.acceptance:judge_sampled"])
     assert {name.partition(":")[2] for name in found} == {
         "judge_sampled", "verify_sampled", "_n_leading", "_each_row_at", "draw", "uniform", "_mix32", "_multiply32",
-        "_MASK32",
+        "_MASK32", "AcceptResult",
     }  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def test_a_function_that_was_bound_anew_is_not_stood_for(monkeypatch: pytest.Mon
         return acceptance.AcceptResult(max_accept, logits.argmax(-1).gather(1, max_accept[:, None])[:, 0])
 
     monkeypatch.setattr(acceptance, "verify_greedy", keep_all)
-    with pytest.warns(UserWarning, match="^acceptance, verify_greedy was edited: acceptance as the core"):
+    with pytest.warns(UserWarning, match=r"^acceptance\.verify_greedy was edited: acceptance as the core"):
         one = engine()
     assert one.state.bodies.verify_greedy is keep_all
     one.generate([random_ids(100)], SamplingParams(max_tokens=9))
@@ -98,7 +99,7 @@ def test_a_block_that_was_bound_anew_takes_effect(a_compiler: None, monkeypatch:
         return x + self.attention(self.attention_norm(x), cos, sin, pos, kv)
 
     monkeypatch.setattr(Block, "forward", without_feed_forward)
-    with pytest.warns(UserWarning, match=r"^model\.llama, Block\.forward was edited: layers as the core"):
+    with pytest.warns(UserWarning, match=r"^model\.llama\.Block\.forward was edited: layers as the core"):
         one = engine(cuda_graphs="off")
     assert not one.target.bodies.fused and one.target.bodies.hidden is CORE.hidden
     rounds = one.schedule.rounds
@@ -120,6 +121,30 @@ def test_the_reference_runs_the_core_as_it_is_written_in_the_same_dtype() -> Non
         [random_ids(90)], SamplingParams(max_tokens=9), speculate=False
     )
     assert len(tokens[0]) == 9 == len(plain[0].tokens)
+
+
+def test_wrappers_objects_and_other_functions_in_a_place_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["gpt_fast_sd.acceptance:judge_sampled"]
+    assert marks.edited_of(names) == []
+    true = acceptance.draw
+    wrapped = functools.wraps(true)(lambda *args: true(*args))
+    for other in (wrapped, functools.partial(true), acceptance.uniform, torch.add, None):
+        with monkeypatch.context() as patch:
+            patch.setattr(acceptance, "draw", other)
+            assert marks.edited_of(names) == ["gpt_fast_sd.acceptance:draw"], other
+    assert marks.edited_of(["gpt_fast_sd.acceptance:gone"]) == ["gpt_fast_sd.acceptance:gone"]
+
+
+def test_an_edit_reaches_a_model_that_an_engine_has_laid_out(a_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(PACKED, dtype=torch.bfloat16)
+    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="bf16")
+    Engine(model, None, config)
+    monkeypatch.setattr(FeedForward, "forward", lambda self, x: x)
+    with pytest.warns(UserWarning, match=r"^model\.llama\.FeedForward\.forward was edited: feed-forward layers as"):
+        Engine(model, None, config)
+    assert {type(m) for m in model.modules() if isinstance(m, FeedForward)} == {FeedForward}
+    with pytest.raises(ValueError, match="bodies 'reference' needs plain weights"):
+        Engine(model, None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", bodies="reference"))
 
 
 # ---- edits of files --------------------------------------------------------------------------------------------------
@@ -193,9 +218,9 @@ def test_an_edit_in_a_copy_takes_effect_and_is_announced(name: str, tmp_path: Pa
     path.write_text("\n".join(lines), encoding="utf-8")
     done = subprocess.run([sys.executable, "-c", RUN], cwd=root, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "the edit runs", done.stderr[-2000:]
-    where = name.replace(":", ", ").removeprefix("gpt_fast_sd.")
+    where = name.replace(":", ".").removeprefix("gpt_fast_sd.")
     # of a small vocabulary no body stands in for the whole of probabilities
-    assert (f"{where} was edited" in done.stderr) == (where != "sampling, probabilities")
+    assert (f"{where} was edited" in done.stderr) == (where != "sampling.probabilities")
 
 
 def test_what_a_body_stands_for_is_edited_in_some_test() -> None:

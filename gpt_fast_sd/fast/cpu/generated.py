@@ -53,3 +53,12 @@ def prepare_for_inductor(model: nn.Module) -> None:
             module.__class__ = GeneratedLinear
         elif type(module) is FeedForward and not as_written:
             module.__class__ = GeneratedFeedForward
+
+
+def as_written(model: nn.Module) -> None:
+    """Let the modules of a model be the plain ones again, in place."""
+    for module in model.modules():
+        if type(module) is GeneratedLinear:
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+        elif type(module) is GeneratedFeedForward:
+            module.__class__ = FeedForward  # type: ignore[assignment]

@@ -131,6 +131,7 @@ PACKED: dict[type[nn.Linear], type[nn.Linear]] = {
     Int8Linear: PackedInt8Linear,
     Int4Linear: PackedInt4Linear,
 }
+SERVED = PackedFeedForward, GeneratedFeedForward  # what a FeedForward may be in a model that an engine has laid out
 FEW_ROWS = 8  # up to which SummedInt4Linear is not slower
 FOR_FEW_ROWS = PACKED | {Int4Linear: SummedInt4Linear}
 
@@ -177,9 +178,17 @@ def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
         if tied is not None:
             tied.__class__ = PackedEmbedding
         n_packed += 1
-    for module in [] if edited(PackedFeedForward) else model.modules():
-        if not isinstance(module, FeedForward) or type(module) not in (FeedForward, GeneratedFeedForward):
+    as_written = bool(edited(PackedFeedForward))
+    for module in model.modules():
+        if not isinstance(module, FeedForward) or type(module) not in (FeedForward, *SERVED):
             continue
-        if _is_packed(module.w_in) and module.w_in.bias is None:
+        if as_written:  # since another engine has laid it out
+            module.__class__ = FeedForward
+        elif _is_packed(module.w_in) and module.w_in.bias is None:
             module.__class__ = PackedFeedForward
     return n_packed
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether some of a model's weights lie in the order of the kernel's products."""
+    return any(hasattr(weight, "is_packed") for weight in model.parameters())

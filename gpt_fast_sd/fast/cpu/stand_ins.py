@@ -1,4 +1,4 @@
-"""Bodies in C++ that stand in for functions of the core on a CPU; each is the signature of the one it stands for.
+"""Bodies in C++ that stand in for functions of the core on a CPU; each has the signature of the one that it stands for.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, H head dim, V vocabulary,
         gamma drafts per row.
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpt_fast_sd.model import CacheLayer
 
+from ... import attention
 from ...acceptance import AcceptResult
 from ...attention import asked_of, entries_listed, page_sums
 from ...sampling import SamplingTable
@@ -28,6 +29,8 @@ LISTED = ("gpt_fast_sd.attention:listed", f"{LAYER}.at", f"{LAYER}._entries", RE
 @stands_for(*DENSE)
 def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0) -> tuple[Tensor, Tensor | None]:
     """attention.dense: q [B, N, T, H]; pos [B, T] -> [B, N, T, H], and with a page fp32 [B, K, n_keys // page]."""
+    if page % PAGE:  # sums of other blocks
+        return attention.dense(q, layer, pos, n_keys, page)
     asked = asked_of(layer, q), layer, pos, n_keys
     if page:
         out, mass = cpu_attention_with_mass(*asked)

@@ -63,7 +63,7 @@ def test_bounds_are_the_smallest_and_largest_keys_however_rows_grow(data: st.Dat
 def test_a_round_that_drafted_is_caught_up_with_in_one_step(gamma: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig("quest", [40, 90, 300, 700], budget=100, gamma=gamma)
     calls: list[int] = []
-    monkeypatch.setattr(quest, "page_bounds", lambda *args: calls.append(1) or page_bounds(*args))
+    monkeypatch.setattr(quest.selection, "page_bounds", lambda *args: calls.append(1) or page_bounds(*args))
     for _ in range(20):
         rig.begin()
         assert len(calls) <= len(rig.view.bounds)  # one per layer
