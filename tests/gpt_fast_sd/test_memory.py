@@ -14,9 +14,11 @@ import torch
 import gpt_fast_sd.engine as engine_module
 import gpt_fast_sd.fast.cpu.packing as packing
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.bodies import Bodies
 from gpt_fast_sd.costs import MOST_STEPS
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.fast import pack
+from gpt_fast_sd.fast.triton import stand_ins
 from gpt_fast_sd.loading import MemoryPlan, System, plan_for
 from gpt_fast_sd.loading.memory import GIB, NODE
 from gpt_fast_sd.loading.workspace import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT
@@ -141,7 +143,8 @@ def test_drawing_and_judging_hold_no_more_than_the_plan_says(
     of: str, params: SamplingParams, gamma: int, with_q: bool
 ) -> None:
     n_slots, vocab = 3, 20_000
-    state = BatchState.idle(torch.zeros(n_slots, dtype=torch.int64), 2 * SPLIT, vocab, ())
+    bodies = Bodies(probabilities=stand_ins.probabilities)
+    state = BatchState.idle(torch.zeros(n_slots, dtype=torch.int64), 2 * SPLIT, vocab, (), bodies=bodies)
     for slot in range(n_slots):
         state.assign(slot, [1, 2, 3], params, seed=slot)
     kind = Kind.of([params])

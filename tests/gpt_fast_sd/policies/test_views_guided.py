@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.fast import decode_attention_with_mass
+from gpt_fast_sd.attention import dense
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.round import decode_step
+from tests.gpt_fast_sd.fast.references import layer_of
 from tests.gpt_fast_sd.policies.views_rig import Rig
 
 GROUPS = [1, 2, 4, 5, 7, 8]
@@ -39,8 +40,8 @@ def slow_mass(q: Tensor, k: Tensor, pos: Tensor, page: int) -> Tensor:
 def test_mass_is_the_attention_that_loops_add_up(group: int, n_tokens: int) -> None:
     q, k, v = torch.randn(8, 2 * group, n_tokens, 8), torch.randn(8, 2, 2 * SPLIT, 8), torch.randn(8, 2, 2 * SPLIT, 8)
     pos = torch.tensor(RAGGED)[:, None] + torch.arange(n_tokens)  # [B, T]
-    out, mass = decode_attention_with_mass(2 * q, k, v, pos, 2 * SPLIT, SPLIT, 16)
-    assert out.shape == q.shape and mass.dtype == torch.float32
+    out, mass = dense(2 * q, layer_of(k, v), pos, 2 * SPLIT, 16)
+    assert out.shape == q.shape and mass is not None and mass.dtype == torch.float32
     torch.testing.assert_close(mass.double(), slow_mass(2 * q, k, pos, 16), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(mass.sum(-1), torch.full((8, 2), float(group * n_tokens)), atol=1e-4, rtol=0)
 
