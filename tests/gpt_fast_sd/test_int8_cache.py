@@ -23,6 +23,7 @@ from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.fast.compile import CompiledStep, can_compile
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
 from gpt_fast_sd.fast.cpu import stand_ins
+from gpt_fast_sd.fast.cpu.packing import pack_linears
 from gpt_fast_sd.kv import DenseKV
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import FORMATS, SPLIT, KVCache, ModelConfig, Transformer, load_model, load_tokenizer, read_config
@@ -279,7 +280,7 @@ def test_a_copy_of_a_packed_model_is_not_taken_for_a_plain_one() -> None:
     """Once it was: a copied parameter has no marks, and its packed bytes were scaled as if they were rows."""
     model = qwen2(300.0, torch.bfloat16, dim=64, n_heads=2, n_kv_heads=1, head_dim=32, ffn_dim=128, vocab_size=512)
     quantize.equalize_keys(model)
-    if not quantize.pack_linears(model):
+    if not pack_linears(model):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
     other = copy.deepcopy(model)
     for layer in other.layers:
