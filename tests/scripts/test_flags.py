@@ -35,6 +35,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {  # by the name of a field, or of its
     "device": (["--device", "cpu"], "cpu"),
     "dtype": (["--dtype", "bf16"], "bf16"),
     "compile": (["--no-compile"], False),
+    "bodies": (["--reference"], "reference"),
     "exact": (["--exact"], True),
     "quantize": (["--quantize", "int8"], "int8"),
     "draft_quantize": (["--draft-quantize", "int8"], "int8"),
@@ -87,7 +88,7 @@ def test_every_field_is_a_flag_with_its_help_text(program: str, capsys: pytest.C
             changed = program == "batch.py" and field.name == "seed"  # line i has one of its own
             assert field.metadata["help"] in shown or changed, field.name
             allowed = ", ".join(map(str, flags.allowed_values(field)))
-            assert allowed in shown
+            assert allowed in shown or field.metadata["switch"]
     assert "for quest, guided; default: 16" in shown  # by the classes of the policies that heed it
 
 
@@ -134,6 +135,7 @@ OTHERS: dict[str, tuple[Parse, tuple[type[Any], ...], set[str]]] = {
     "verify.py": (verify.parse, (EngineConfig, DraftConfig), set()),
     # drafts of the target's own; as long as --lengths and --contexts say; not compiled unless --compile is given
     "needles.py": (needles.parse, (EngineConfig, DraftConfig), {"max_seq_len", "compile"} | WITH_A_MODEL),
+    # whose --reference is the model that it compares with
     "evaluate.py": (evaluate.parse, (EngineConfig,), {"max_seq_len", "compile"}),
     "steps.py": (steps.parse, (DraftConfig,), set()),  # of one kind of engine
 }

@@ -38,8 +38,8 @@ def test_a_kernel_that_reads_one_key_too_few_is_found(held: Held, patch: pytest.
     )  # fmt: skip
     attend(PLACE, 4, 128, 1, BF16, held)
 
-    def short(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, *rest: Any, **scales: Any) -> Tensor:
-        return right(q, k, v, (pos - 1).clamp(min=0), *rest, **scales)
+    def short(q: Tensor, layer: Any, pos: Tensor, *rest: Any) -> Tensor:
+        return right(q, layer, (pos - 1).clamp(min=0), *rest)
 
     patch.setattr(kernels, "decode_attention", short)
     with pytest.raises(AssertionError):

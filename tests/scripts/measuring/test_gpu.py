@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import gpu_suite
-from gpt_fast_sd import fast as kernels
+from gpt_fast_sd import attention
 from gpt_fast_sd.acceptance import AcceptResult
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.quantization.table import TABLE
@@ -154,13 +154,13 @@ def test_a_kernel_that_fails_or_lets_rows_idle_stops_the_stage_and_a_peer_that_f
         timed.time("ours", "shape", broken, 1.0)
     with pytest.raises(RuntimeError, match="selects, shape, is not timed: 1 of 2 rows idle"):
         timed.time("selects", "shape", lambda: torch.tensor([[3, -1], [-1, -1]]), 1.0)
-    right = kernels.decode_attention
+    right = attention.dense
 
-    def half(q: Tensor, *rest: Any) -> Tensor:
-        out = right(q, *rest)
-        return out * (torch.arange(len(out)) % 2 == 0)[:, None, None, None]
+    def half(q: Tensor, *rest: Any) -> Any:
+        out, mass = right(q, *rest)
+        return out * (torch.arange(len(out)) % 2 == 0)[:, None, None, None], mass
 
-    monkeypatch.setattr(kernels, "decode_attention", half)
+    monkeypatch.setattr(attention, "dense", half)
     with pytest.raises(RuntimeError, match="decode_attention, 2 x 512, T 1, bfloat16, is not timed: 1 of 2 rows idle"):
         dry_run("time-decode-57344")
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd import state as batch_state
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, acceptance
 from gpt_fast_sd.acceptance import AcceptResult, verify_sampled
+from gpt_fast_sd.bodies import Bodies
 from gpt_fast_sd.draft import ModelDraft
 from gpt_fast_sd.model import CacheLayer, KVCache
 from gpt_fast_sd.round import Round
-from gpt_fast_sd.sampling import Kind, draw, probabilities
+from gpt_fast_sd.sampling import Kind, draw, probabilities, uniform
 from gpt_fast_sd.state import BatchState
 from measuring import lossless
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -92,7 +92,7 @@ def of_a_neighbour(p: Tensor, q: Tensor, *others: Tensor, **how: Any) -> AcceptR
 def test_samples_find_a_wrong_judge(
     judged: Callable[..., AcceptResult], wide: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_state, "verify_sampled", judged)
+    monkeypatch.setattr(acceptance, "verify_sampled", judged)
     finding = drawn(wide)
     assert not finding.passed, finding.line
 
@@ -104,10 +104,10 @@ def test_samples_find_drafts_that_are_judged_by_a_filtered_q_and_were_drawn_from
         self: BatchState, logits: Tensor, pos: Tensor, kind: Kind, stream: int, *_: Any
     ) -> tuple[Tensor, Tensor | None]:
         unfiltered = probabilities(logits, self.table, filtered=False)
-        return draw(unfiltered, self.uniform(pos, stream)), self.probabilities(logits, kind)
+        return draw(unfiltered, uniform(self.table.seed, pos, stream)), self.probabilities(logits, kind)
 
     assert isinstance(wide.policy, ModelDraft)
-    monkeypatch.setattr(wide.policy._choose, "_fn", choose)
+    monkeypatch.setattr(wide.policy._choose, "fn", choose)
     monkeypatch.setattr(lossless, "FILTERED", {"temperature": 1.0, "top_k": 4})
     finding = drawn(wide)
     assert not finding.passed, finding.line
@@ -141,12 +141,15 @@ def test_greedy_finds_the_key_of_a_refused_draft_that_stays(monkeypatch: pytest.
 
 
 def test_seeds_find_one_that_depends_on_the_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def uniform(self: BatchState, pos: Tensor, stream: int) -> Tensor:
-        seed = self.table.seed + torch.arange(len(self.table.seed))
-        return batch_state.uniform(seed if pos.dim() == 1 else seed[:, None], pos, stream)
+    def by_row(seed: Tensor, pos: Tensor, stream: int) -> Tensor:
+        row = torch.arange(len(seed))
+        return uniform(seed + (row if seed.dim() == 1 else row[:, None]), pos, stream)
 
-    monkeypatch.setattr(BatchState, "uniform", uniform)
+    before = engine.state.bodies
+    monkeypatch.setattr(acceptance, "uniform", by_row)
+    object.__setattr__(engine.state, "bodies", Bodies(uniform=by_row))
     finding = lossless.seeds(engine, PROMPTS, N_TOKENS)
+    object.__setattr__(engine.state, "bodies", before)
     assert not finding.passed, finding.line
 
 
@@ -173,7 +176,7 @@ def test_logits_that_are_no_numbers_fail_and_raise_nothing(engine: Engine, monke
     finding = lossless.samples(engine, PROMPTS[:2], 100)
     assert not finding.passed and "logits after 40 tokens are not finite" in finding.text
     wrong = iter([5, 6] * 100)
-    monkeypatch.setattr(batch_state, "verify_sampled", None)
+    monkeypatch.setattr(acceptance, "verify_sampled", None)
     generate = Engine.generate
 
     def others(self: Engine, *args: Any, speculate: bool = True, **how: Any) -> Any:

@@ -196,6 +196,7 @@ def test_kernels_of_a_layer_are_counted_as_they_are_launched() -> None:
     from gpt_fast_sd.fast.triton import select as select_triton
     from gpt_fast_sd.fast.triton import sparse as sparse_triton
     from tests.gpt_fast_sd.cuda import test_codegen
+    from tests.gpt_fast_sd.fast.references import layer_of
     from tests.gpuless.driver import stand_in
 
     assert test_codegen.LAYER == BESIDE_ATTENTION + 1 and test_codegen.HEAD == HEAD_KERNELS  # an operator is one there
@@ -208,15 +209,16 @@ def test_kernels_of_a_layer_are_counted_as_they_are_launched() -> None:
 
             q = torch.empty(2, 1, 32, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
             k, v = (torch.empty(2, 8, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            layer = layer_of(k, v)
             if name == "dense":
-                decode_triton.attend(q, k, v, ints(2, 1), 8192, 512, arch=90)
+                decode_triton.attend(q, layer, ints(2, 1), 8192, 512, arch=90)
             elif name == "mass":
-                decode_triton.attend_with_mass(q, k, v, ints(2, 1), 8192, 512, 16, arch=90)
+                decode_triton.attend_with_mass(q, layer, ints(2, 1), 8192, 512, 16, arch=90)
             else:
                 if name == "quest":
                     bounds = torch.empty(2, 8, 512, 256, device="cuda", dtype=torch.bfloat16)
                     select_triton.quest_pages(q, bounds, ints(2), 48)
-                sparse_triton.attend(q, k, v, ints(2, 8, 768), ints(2), 265, ints(2, 1), 8192, 16, arch=90)
+                sparse_triton.attend(q, layer, ints(2, 8, 768), ints(2), 265, ints(2, 1), 8192, 16, arch=90)
         found[name] = len(launches)
     of_layers = test_codegen.STEPS["draft quest"][0] - test_codegen.HEAD - 1
     found["quest"] += of_layers // test_codegen.LAYERS - test_codegen.LAYER - 1  # beside the operator that chooses
