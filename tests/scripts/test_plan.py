@@ -133,7 +133,7 @@ def test_without_a_model_one_sentence_says_what_is_missing(
             "quantize 'float8' needs a GPU that multiplies float8, and A100-80G SXM does",
         ),
         ("--device A100 --draft-quantize float8", "quantize 'float8' needs a GPU that multiplies float8"),
-        ("--kv-dtype fp8", "kv_dtype must be one of fp32, bf16, fp16, int8, got 'fp8'"),
+        ("--kv-dtype fp8", "argument --kv-dtype: invalid choice: 'fp8' (choose from"),
         ("--device H200 --quantize int4 --dtype fp16", "quantize 'int4' needs bf16 weights, not fp16: use"),
         ("--device H200 --draft-quantize float8 --dtype fp32", "needs bf16 weights, not fp32"),
         ("--device H200 --quantize int8 --draft-quantize int4", "needs a target with plain weights, or of that preci"),
