@@ -21,7 +21,17 @@ from gpt_fast_sd.tp import Parallel, Vocabulary
 from .acceptance import Override
 from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import traits_of
-from .loading import MemoryPlan, System, draft_group, free_memory, plan_for, ready_draft, require_fit, target_of
+from .loading import (
+    MemoryPlan,
+    System,
+    draft_group,
+    free_memory,
+    plan_for,
+    ready_draft,
+    require_fit,
+    require_plain,
+    target_of,
+)
 from .loading.load import load
 from .loading.system import dtype_name
 from .policies import DraftPolicy, build_policy
@@ -164,6 +174,8 @@ class Engine:
         self, draft: DraftConfig, draft_model: Transformer | None, held: CacheFormat | None = None
     ) -> MemoryPlan:
         theirs = draft_model.config if draft_model else None
+        if draft_model:
+            require_plain(draft_model, self.config)
         system = System(
             config=self.config, draft=draft, model=self.model.config, draft_model=theirs, dtype=self.dtype,
             device=self.device, held=held,

@@ -6,7 +6,7 @@
              draft was refused, from p if none was: so what is emitted follows p exactly, whatever was drafted
              (Leviathan et al. 2023, arXiv 2211.17192; verify_sampled in acceptance.py)
     commit   text and seq_len grow by what was accepted and by that token; the keys of refused drafts are past
-             seq_len, where the next round writes (BatchState.commit)
+             seq_len, where the next round writes (acceptance.commit)
 
 Shapes: B slots, V vocabulary, gamma tokens drafted per round.
 """
@@ -125,7 +125,7 @@ class Round:
 def accept_step(state: BatchState, kind: Kind, logits: Tensor, draft: Draft, replay: Override | None) -> Tensor:
     """Accept and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], all that the host reads of a round.
 
-    Its rows are those of BatchState.commit.
+    Its rows are those of acceptance.commit.
     """
     max_accept = draft.count  # [B]
     if draft.tokens.shape[1]:

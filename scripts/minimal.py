@@ -62,8 +62,8 @@ def sinks_and_window(seq_len: Tensor, budget: int, gamma: int) -> Tensor:
 
 
 def distribution(logits: Tensor, temperature: float) -> Tensor:
-    """[..., V] -> fp32 [..., V]; at temperature 0 all of it is on the best token: greedy needs no code of its own."""
-    if temperature == 0:
+    """[..., V] -> fp32 [..., V]; at temperature 0, or all but, it is all on the best token: greedy is no other code."""
+    if temperature < 1e-30:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     return ((logits.float() - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from gpt_fast_sd.model import CacheFormat
-
 from ..bodies import Bodies, Body
 from ..devices import traits_of
 from ..steps import Backend, Runner, Step
@@ -21,7 +19,7 @@ from .compile import CompiledStep, Options
 from .cpu import stand_ins as cpp
 from .cpu.attention_cpp import cpu_attention_fits
 from .cpu.fused_layers import FusedLayers, fuses
-from .cpu.generated import prepare_for_inductor
+from .cpu.generated import GeneratedLinear, as_written, prepare_for_inductor
 from .cpu.instruction_sets import chosen
 from .cpu.linear import kernels_are_built
 from .cpu.packing import PackedFeedForward, is_packed, pack_linears
@@ -65,7 +63,12 @@ class FastBackend(Backend):
         return kernels_are_built(config.head_dim, dtype, config.vocab_size, runner.cache.format)
 
     def pack(self, runner: Runner, *, few_rows: bool = False) -> None:
-        """Lay out a model's weights as the CPU's products read them, in place, if steps use these."""
+        """Lay out a model's weights, in place, as the CPU's products read them if steps use these.
+
+        Without bodies its modules become those that the core has.
+        """
+        if not self.stand_ins:
+            as_written(runner.model)
         if self.device.type == "cpu" and self.uses_kernels(runner):
             pack_linears(runner.model, few_rows=few_rows)
             if self.compiles:
@@ -83,7 +86,11 @@ class FastBackend(Backend):
         bodies = self._put_in(Bodies(), {"top-k and top-p": ({"probabilities": triton.probabilities}, "NumPy's sort")})
         if not self.uses_kernels(runner):
             return bodies
-        products = (("products", "C++, packed weights"),) if is_packed(runner.model) else ()
+        products: tuple[tuple[str, str], ...] = ()
+        if is_packed(runner.model):
+            products = (("products", "C++, packed weights"),)
+        elif self.compiles and any(type(m) is GeneratedLinear for m in runner.model.modules()):
+            products = (("products", "Inductor, of modules written for it"),)
         bodies = self._put_in(bodies, self._cpp(runner))
         return replace(bodies, names=(*bodies.names, *products))
 
@@ -101,7 +108,7 @@ class FastBackend(Backend):
         """The parts of the work that C++ does: each with its bodies, and who that is."""
         model, form, parts = runner.model, runner.cache.format, dict[str, tuple[dict[str, Body], str]]()
         who, asked = f"C++, {chosen().name}", model.embedding.weight.dtype if form.scaled else form.dtype
-        if type(form) is CacheFormat and cpu_attention_fits(model.config.head_dim, asked, form):
+        if cpu_attention_fits(model.config.head_dim, asked, form):
             parts["attention"] = {"dense": cpp.dense, "listed": cpp.listed}, who
         if runner.group.size == 1 and fuses(model, runner.cache):
             layers = FusedLayers(model)
@@ -111,7 +118,7 @@ class FastBackend(Backend):
                 names = ["draw", "uniform", "judge_sampled", "commit", *(["verify_greedy"] * (runner.group.size == 1))]
                 parts["acceptance"] = {name: getattr(cpp, name) for name in names}, who
             if model.config.vocab_size >= LEAST_VOCABULARY and distributions_build():
-                parts["filters"] = {"probabilities": cpp.probabilities}, who
+                parts["top-k and top-p"] = {"probabilities": cpp.probabilities}, who
         return parts
 
     def _put_in(self, bodies: Bodies, parts: dict[str, tuple[dict[str, Body], str]]) -> Bodies:
@@ -119,10 +126,11 @@ class FastBackend(Backend):
         for part, (found, who) in parts.items():
             changed = {name: edited(FusedLayers if part == "layers" else body) for name, body in found.items()}
             self._announce({part: sorted({name for names in changed.values() for name in names})}, who)
-            kept = {name: body for name, body in found.items() if not changed[name]}
+            kept = {} if any(changed.values()) else found
             own = {name: body for name, body in kept.items() if name in Bodies.__dataclass_fields__}
             others = {original(STANDS_FOR[name_of(kept[name])][0]): kept[name] for name in kept.keys() - own.keys()}
-            names = (*bodies.names, (part, who)) if kept else bodies.names
+            others_done = (named for named in bodies.names if named[0] != part)
+            names = (*others_done, (part, who)) if kept else bodies.names
             bodies = replace(bodies, **own, others={**bodies.others, **others}, names=names)
         return bodies
 

@@ -61,6 +61,9 @@ def marks_of(names: Iterable[str]) -> dict[str, str]:
         if not isinstance(found, types.FunctionType):
             marks[name] = _described(found)
             continue
+        if not found.__module__.startswith("gpt_fast_sd."):  # a library's: it reads otherwise in other versions
+            marks[name] = f"of {found.__module__.partition('.')[0]}"
+            continue
         node = _node_of(found)
         if node is None and _is_installed_without_source(found):  # then nobody edits it either
             marks[name] = _known().get(name, "")

@@ -83,6 +83,11 @@ def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, gr
         raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")
     if config.quantize and getattr(model, "unquantized_in", None) == id(model):
         raise ValueError("an engine runs this model's weights as they are: pass no quantize, or load the model again")
+    require_plain(model, config)
+
+
+def require_plain(model: Transformer, config: EngineConfig) -> None:
+    """ValueError if the reference is to run a target or a draft model whose weights an engine has packed."""
     if config.bodies == "reference" and is_packed(model):
         raise ValueError("bodies 'reference' needs plain weights, and an engine has packed this model's: load it again")
 

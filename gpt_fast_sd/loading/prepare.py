@@ -13,7 +13,6 @@ from ..config import EngineConfig
 from ..fast import begin_building, cpu_kernels
 from ..fast.choose import FastBackend
 from ..fast.compile import can_compile, inductor_options
-from ..fast.cpu.generated import as_written
 from ..quantization.quantize import equalize_keys, quantize
 from ..steps import Runner
 
@@ -37,8 +36,6 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, form: Cach
     options, stand_ins = inductor_options(config, device) if compiled else None, config.bodies == "fast"
     runner = Runner(model, cache, group, FastBackend(device, options, stand_ins))
     runner.backend.pack(runner)
-    if not stand_ins:
-        as_written(model)
     if compiled and device.type == "cpu" and stand_ins:
         begin_building_for(model.config, dtype, form, compiles=not runner.bodies.fused)
     return runner

@@ -14,13 +14,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+from torch.nn.modules.module import register_module_forward_hook
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, acceptance
 from gpt_fast_sd.bodies import CORE, Bodies
 from gpt_fast_sd.fast import choose, marks
 from gpt_fast_sd.fast.compile import can_compile
+from gpt_fast_sd.fast.cpu.fused_layers import fuses
+from gpt_fast_sd.model import CacheFormat
 from gpt_fast_sd.model.llama import Block, FeedForward
 from gpt_fast_sd.steps import Step
+from gpt_fast_sd.tp import collectives
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +58,7 @@ def test_every_field_of_the_table_has_a_body_that_says_what_it_stands_for() -> N
     fields = {name: getattr(CORE, name) for name in Bodies.__dataclass_fields__ if name not in ("names", "others")}
     stood_for = {name for names in marks.STANDS_FOR.values() for name in names}
     unserved = {name for name, function in fields.items() if marks.name_of(function) not in stood_for}
-    assert unserved == {"hidden", "logits"}, "they only call the model's own, which FusedLayers stand for"
+    assert unserved == set()
 
 
 def test_all_that_a_function_calls_or_reads_of_the_core_counts() -> None:
@@ -86,7 +91,8 @@ def test_a_function_that_was_bound_anew_is_not_stood_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(acceptance, "verify_greedy", keep_all)
     with pytest.warns(UserWarning, match=r"^acceptance\.verify_greedy was edited: acceptance as the core"):
         one = engine()
-    assert one.state.bodies.verify_greedy is keep_all
+    assert one.state.bodies.verify_greedy is keep_all and one.state.bodies.commit is CORE.commit
+    assert "acceptance" not in one.state.bodies.about
     one.generate([random_ids(100)], SamplingParams(max_tokens=9))
     assert one.stats.accepted == one.stats.drafted > 0
 
@@ -147,12 +153,42 @@ def test_an_edit_reaches_a_model_that_an_engine_has_laid_out(a_compiler: None, m
         Engine(model, None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", bodies="reference"))
 
 
+def test_no_call_of_all_layers_where_a_module_is_changed_or_the_format_derived(
+    a_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+    model, block = one.model, one.model.layers[0]
+    assert fuses(model, one.cache)
+    for module, name in [
+        (model, "hidden"),
+        (block, "forward"),
+        (block.ffn_norm, "forward"),
+        (model.embedding, "forward"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setitem(vars(module), name, lambda x, *_: x)
+            assert not fuses(model, one.cache), name
+    with register_module_forward_hook(lambda *_: None):
+        assert not fuses(model, one.cache)
+    monkeypatch.setattr(one.cache, "format", type("Own", (CacheFormat,), {})("bf16", torch.bfloat16))
+    assert not fuses(model, one.cache)
+
+
+def test_a_library_that_reads_otherwise_is_no_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["gpt_fast_sd.acceptance:verify_greedy", "gpt_fast_sd.tp.vocab:Vocabulary.argmax"]
+    monkeypatch.setattr(collectives, "_all_gather", functional.all_gather_tensor)
+    assert marks.edited_of(names) == []
+    monkeypatch.setattr(collectives, "_all_gather", lambda *_: None)
+    assert marks.edited_of(names) == ["gpt_fast_sd.tp.collectives:_all_gather"]
+
+
 # ---- edits of files --------------------------------------------------------------------------------------------------
 
 
 PLANT = "raise RuntimeError('the edit runs')"
-# what an engine runs that decodes by lookup, streaming, quest and guided views, greedily and by sampling
+# what an engine runs that decodes with a streaming view, greedily and by sampling
 USED = {
+    "gpt_fast_sd.bodies:hidden", "gpt_fast_sd.bodies:logits",
     "gpt_fast_sd.attention:dense", "gpt_fast_sd.attention:listed", "gpt_fast_sd.acceptance:verify_greedy",
     "gpt_fast_sd.acceptance:judge_sampled", "gpt_fast_sd.acceptance:commit", "gpt_fast_sd.sampling:draw",
     "gpt_fast_sd.sampling:uniform", "gpt_fast_sd.sampling:probabilities", "gpt_fast_sd.sampling:likeliest",
@@ -188,6 +224,7 @@ torch.set_num_threads(1)
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import ModelConfig, Transformer
 from gpt_fast_sd.steps import Step
+from gpt_fast_sd.tp import collectives
 torch.manual_seed(0)
 config = ModelConfig(vocab_size=256, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=128,
                      max_seq_len=512)

@@ -48,9 +48,12 @@ _library.define(f"cpu_attention_with_mass(Tensor q, {_LAYER}, Tensor pos, SymInt
 def cpu_attention_fits(head_dim: int, dtype: torch.dtype, form: CacheFormat) -> bool:
     """Whether a kernel serves queries of this head dim and dtype over a cache of this format on this machine.
 
-    Queries are fp32, fp16 or bf16; the cache holds numbers in their dtype, or int8.
+    Queries are fp32, fp16 or bf16; the cache holds numbers in their dtype, or int8. A format derived from CacheFormat
+    reads its numbers in its own way, which no kernel knows.
     """
-    known = dtype.is_floating_point and dtype in DTYPES and form.dtype in (dtype, torch.int8)
+    known = (
+        type(form) is CacheFormat and dtype.is_floating_point and dtype in DTYPES and form.dtype in (dtype, torch.int8)
+    )
     return known and not head_dim % PAGE and head_dim <= MOST_DIMS and available(head_dim, dtype, form)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 
 from gpt_fast_sd.model import SPLIT, Attention, Block, KVCache, RMSNorm, Transformer
 
@@ -28,6 +29,7 @@ from .stand_ins import DENSE, LISTED
 
 
 @stands_for(
+    "gpt_fast_sd.bodies:hidden", "gpt_fast_sd.bodies:logits",
     "gpt_fast_sd.model.llama:Transformer.forward", "gpt_fast_sd.model.llama:Transformer.hidden",
     "gpt_fast_sd.model.llama:Block.forward",
     "gpt_fast_sd.model.llama:Attention.forward", "gpt_fast_sd.model.llama:FeedForward.forward",
@@ -90,7 +92,11 @@ def is_plain(model: Transformer) -> bool:
     kinds = Block, Attention, PackedFeedForward, RMSNorm, nn.Identity, nn.ModuleList, nn.Embedding, PackedEmbedding
     modules = [module for module in model.modules() if not isinstance(module, nn.Linear)][1:]
     norms = [module for module in modules if isinstance(module, RMSNorm)]
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    own = {"forward", "hidden"}  # set on an instance
+    anywhere = hooks._global_forward_hooks or hooks._global_forward_pre_hooks
+    hooked = bool(anywhere) or any(
+        m._forward_hooks or m._forward_pre_hooks or own & vars(m).keys() for m in model.modules()
+    )
     same = all(norm.eps == model.norm.eps for norm in norms)
     return type(model) is Transformer and all(type(m) in kinds for m in modules) and same and not hooked
 

@@ -47,11 +47,11 @@ class GeneratedFeedForward(FeedForward):
 
 def prepare_for_inductor(model: nn.Module) -> None:
     """Let the plain modules of a model on a CPU be those above, in place; they keep their weights and names."""
-    as_written = bool(edited(GeneratedFeedForward))
+    changed = edited(GeneratedFeedForward)
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = GeneratedLinear
-        elif type(module) is FeedForward and not as_written:
+        elif type(module) is FeedForward and not changed:
             module.__class__ = GeneratedFeedForward
 
 

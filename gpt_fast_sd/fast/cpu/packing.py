@@ -178,11 +178,11 @@ def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
         if tied is not None:
             tied.__class__ = PackedEmbedding
         n_packed += 1
-    as_written = bool(edited(PackedFeedForward))
+    changed = edited(PackedFeedForward)
     for module in model.modules():
         if not isinstance(module, FeedForward) or type(module) not in (FeedForward, *SERVED):
             continue
-        if as_written:  # since another engine has laid it out
+        if changed:  # since another engine has laid it out
             module.__class__ = FeedForward
         elif _is_packed(module.w_in) and module.w_in.bias is None:
             module.__class__ = PackedFeedForward

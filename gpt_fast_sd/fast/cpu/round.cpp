@@ -1,5 +1,5 @@
 // What a round chooses, keeps and commits, on any CPU: verify_greedy, verify_sampled, draw, uniform and
-// BatchState.commit, in one pass over each row. The layers of a step of one small row take as long as the fifty small
+// acceptance.commit, in one pass over each row. The layers of a step of one small row take as long as the fifty small
 // operators that do this otherwise.
 //
 // Names: R rows (slots), V vocabulary, G drafts of a row (gamma).
@@ -144,7 +144,7 @@ extern "C" void judge_sampled_any(const float* p, const float* q, const int64_t*
     }
 }
 
-// BatchState.commit: S places of history, E tokens that end a text, who [R, G] proposed them or null
+// acceptance.commit: S places of history, E tokens that end a text, who [R, G] proposed them or null
 // -> rows [R, 2 * G + 5]. Returns the number of rows that do not fit; if there are any, nothing is written.
 extern "C" int64_t commit_any(const int64_t* drafted, const int64_t* max_accept, const int64_t* n_accepted,
                               const int64_t* next_token, const int64_t* who, const int64_t* eos_ids,

@@ -96,7 +96,7 @@ def cpu_commit(
     eos_ids: Tensor, stop_on_eos: Tensor, *, seq_len: Tensor, pending: Tensor, history: Tensor, remaining: Tensor,
     active: Tensor,
 ) -> Tensor:  # fmt: skip
-    """BatchState.commit, which says what is what; those that are named are written in place.
+    """acceptance.commit, which says what is what; those that are named are written in place.
 
     IndexError for a row without room in its history; then nothing was written.
     """

@@ -22,8 +22,15 @@ from .round import cpu_commit, cpu_draw, cpu_judge_greedy, cpu_judge_sampled, cp
 from .sampling import cpu_distributions
 
 LAYER, READ = "gpt_fast_sd.model.cache:CacheLayer", "gpt_fast_sd.model.cache:CacheFormat.read"
-DENSE = ("gpt_fast_sd.attention:dense", f"{LAYER}.first", f"{LAYER}._entries", READ)
-LISTED = ("gpt_fast_sd.attention:listed", f"{LAYER}.at", f"{LAYER}._entries", READ, f"{LAYER}.capacity")
+DENSE = ("gpt_fast_sd.attention:dense", f"{LAYER}.first", f"{LAYER}._entries", f"{LAYER}.buffers", READ)
+LISTED = (
+    "gpt_fast_sd.attention:listed",
+    f"{LAYER}.at",
+    f"{LAYER}._entries",
+    f"{LAYER}.buffers",
+    READ,
+    f"{LAYER}.capacity",
+)
 
 
 @stands_for(*DENSE)
@@ -70,8 +77,8 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 
 @stands_for("gpt_fast_sd.sampling:uniform")
 def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
-    """sampling.uniform: int64 [B], int64 [B] or [B, T] -> fp32 of the latter's shape."""
-    return cpu_uniform(seed, position, stream)
+    """sampling.uniform: int64 [B] or [B, 1], int64 [B] or [B, T] -> fp32 of the latter's shape."""
+    return cpu_uniform(seed.flatten(), position, stream)
 
 
 @stands_for("gpt_fast_sd.acceptance:verify_greedy", "gpt_fast_sd.tp.vocab:Vocabulary.argmax")

@@ -1,7 +1,7 @@
 """Which tokens top-k and top-p keep, without sorting the vocabulary: where to cut a row of scores, exactly.
 
-The op has three bodies: the reference below, which a CPU runs and which sorts, but only values; on CUDA Triton
-(filters_triton.py), which sorts nothing; a fake. Weights are whole numbers, so their sums are exact in any order:
+The op has three bodies: NumPy's sort below, which a CPU runs and which sorts, but only values; on CUDA Triton
+(triton/filters.py), which sorts nothing; a fake. Weights are whole numbers, so their sums are exact in any order:
 every body cuts at the same token, and a row is cut alike whatever its batch.
 
 Shapes: B rows of scores, V vocabulary.

@@ -1,6 +1,6 @@
 """Products with int8 weights: on a CPU rows are made integers, too, whose sums are the same in any order.
 
-On CUDA it is an operator whose body is Triton (int8_triton.py), and rows stay as they are.
+On CUDA it is an operator whose body is Triton (triton/int8.py), and rows stay as they are.
 
 Shapes: M rows, I inputs, O outputs.
 """

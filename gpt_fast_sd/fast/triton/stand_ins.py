@@ -37,7 +37,7 @@ def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0)
     return decode_attention(*asked, split_for(layer.capacity)).to(q.dtype), None
 
 
-@stands_for("gpt_fast_sd.attention:dense_of_slots", f"{LAYER}.of_slots", *DENSE[1:])
+@stands_for("gpt_fast_sd.attention:dense_of_slots", f"{LAYER}.of_slots", f"{LAYER}._of", *DENSE[1:])
 def dense_of_slots(q: Tensor, layer: CacheLayer, slots: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
     """attention.dense_of_slots: q [W, N, T, H]; slots [W]; pos [W, T] -> [W, N, T, H], fp32 [W, K, n_keys]."""
     out, mass = prefill_attention_of_slots(asked_of(layer, q), layer, slots, pos, n_keys)
@@ -73,7 +73,7 @@ def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_pa
     select.guided_select(mass, kv_indices, due, first_window_page, page)
 
 
-@stands_for("gpt_fast_sd.policies.selection:page_bounds", READ)
+@stands_for("gpt_fast_sd.policies.selection:page_bounds", f"{LAYER}.buffers", READ)
 def page_bounds(layer: CacheLayer, bounds: Tensor, first: Tensor, n_pages: int, page: int) -> None:
     """selection.page_bounds: bounds [B, K, S // page, 2H], first [B]."""
     select.page_bounds(layer, bounds, first, n_pages, page)
