@@ -126,7 +126,7 @@ def test_the_reference_runs_the_core_as_it_is_written_in_the_same_dtype() -> Non
     plain = engine(bodies="reference", compile=False).generate(
         [random_ids(90)], SamplingParams(max_tokens=9), speculate=False
     )
-    assert len(tokens[0]) == 9 == len(plain[0].tokens)
+    assert len(tokens[0]) == 9 and tokens[0] == plain[0].tokens
 
 
 def test_wrappers_objects_and_other_functions_in_a_place_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +151,9 @@ def test_an_edit_reaches_a_model_that_an_engine_has_laid_out(a_compiler: None, m
     assert {type(m) for m in model.modules() if isinstance(m, FeedForward)} == {FeedForward}
     with pytest.raises(ValueError, match="bodies 'reference' needs plain weights"):
         Engine(model, None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", bodies="reference"))
+    one, packed = engine(bodies="reference", compile=False), DraftConfig(policy="standalone", draft_model="given")
+    with pytest.raises(ValueError, match="bodies 'reference' needs plain weights"):
+        one.redraft(packed, model)
 
 
 def test_no_call_of_all_layers_where_a_module_is_changed_or_the_format_derived(
