@@ -20,7 +20,7 @@ from gpt_fast_sd.tp import Parallel, Vocabulary
 
 from .acceptance import Override
 from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
-from .devices import traits_of
+from .fast.devices import traits_of
 from .loading import (
     MemoryPlan,
     System,

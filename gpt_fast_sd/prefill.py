@@ -13,7 +13,6 @@ from torch import Tensor
 from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
 from .bodies import CORE, Bodies
-from .devices import traits_of
 from .kv import DenseKV
 from .steps import Runner, span
 
@@ -73,7 +72,7 @@ class Prefill:
         # the largest size that the rest of a prompt fills is used first; one that no prompt can fill would be built for
         # nothing, and tried past the end of the cache
         longest = runner.cache.max_seq_len - 1  # the last token of a prompt is decoded
-        self.sizes = [size for size in traits_of(runner.device).chunks if size <= max(longest, CHUNK)]
+        self.sizes = [size for size in runner.backend.chunks if size <= max(longest, CHUNK)]
         self._step = runner.step(prefill_step)
         self._warm = False
         self._held: list[list[int]] = [[] for _ in range(runner.shape[1])]

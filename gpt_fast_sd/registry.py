@@ -31,15 +31,15 @@ def policies() -> tuple[str, ...]:
 
 
 def view_class(name: str) -> Any:
-    """The class of a view, a View of draft.py."""
+    """The class of a view, a View of policies/policy.py."""
     return _found(VIEWS[name])
 
 
 def policy_class(name: str) -> Any:
-    """The class of a policy, a DraftPolicy of draft.py; for "off" the one that does nothing."""
+    """The class of a policy, a DraftPolicy of policies/policy.py; for "off" the one that does nothing."""
     if name in DRAFTERS:
         return _found(DRAFTERS[name])
-    return _found("self_draft.SelfDraft") if name in VIEWS else _of_draft("DraftPolicy")
+    return _found("self_draft.SelfDraft") if name in VIEWS else _of_policy("DraftPolicy")
 
 
 def about(name: str) -> tuple[str, str]:
@@ -56,7 +56,7 @@ def heeds(name: str) -> set[str]:
 def register(name: str, made: type) -> None:
     """Register a View or a DraftPolicy of your own by name; ValueError if it is neither, or the name is taken."""
     kinds = (("View", VIEWS), ("DraftPolicy", DRAFTERS))
-    bases = [(_of_draft(kind), place) for kind, place in kinds]
+    bases = [(_of_policy(kind), place) for kind, place in kinds]
     places = [place for base, place in bases if isinstance(made, type) and issubclass(made, base) and made is not base]
     if not places:
         raise ValueError(f"a registered policy must be a subclass of View or DraftPolicy, got {made!r:.80}")
@@ -67,8 +67,8 @@ def register(name: str, made: type) -> None:
     places[0][name] = made
 
 
-def _of_draft(name: str) -> Any:
-    return getattr(import_module(f"{__package__}.draft"), name)
+def _of_policy(name: str) -> Any:
+    return getattr(import_module(f"{__package__}.policies.policy"), name)
 
 
 def _found(where: Any) -> Any:

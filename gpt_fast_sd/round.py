@@ -25,7 +25,7 @@ from gpt_fast_sd.model import CacheLayer, Transformer
 from .acceptance import Override
 from .bodies import CORE, Bodies
 from .config import MAX_GAMMA, DraftConfig
-from .draft import Draft, DraftPolicy
+from .draft import Draft, Drafter
 from .kv import DenseKV
 from .sampling import ACCEPT_STREAM, TARGET_STREAM, Kind
 from .state import BatchState, RoundPlan
@@ -36,7 +36,7 @@ class Round:
     """A round, made of the target's steps, which feed each slot from its seq_len on, and of a policy's drafts."""
 
     def __init__(
-        self, target: Runner, state: BatchState, policy: DraftPolicy | None, draft: DraftConfig, *, width: int = 0
+        self, target: Runner, state: BatchState, policy: Drafter | None, draft: DraftConfig, *, width: int = 0
     ) -> None:
         """width: tokens that every step feeds (0: as many as needed).
 

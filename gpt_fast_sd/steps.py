@@ -69,6 +69,11 @@ class Backend:
 
     compiles = False
 
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Prompt tokens of a prefill step, the largest first; each divides the ones before it, SPLIT is the last."""
+        return (SPLIT,)
+
     def uses_kernels(self, runner: Runner) -> bool:
         """Whether steps use kernels of ours."""
         return False

@@ -75,7 +75,7 @@ def inside(engine: Engine) -> dict[str, Any]:
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[Any]:
     """Engines on a CPU work as on CUDA and capture their rounds; what is yielded lists the captures."""
-    from gpt_fast_sd.devices import TRAITS
+    from gpt_fast_sd.fast.devices import TRAITS
     from tests.gpuless.pools import RULES, stand_in
 
     gc.collect()

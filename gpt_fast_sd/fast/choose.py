@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..bodies import Bodies, Body
-from ..devices import traits_of
 from ..steps import Backend, Runner, Step
 from .compile import CompiledStep, Options
 from .cpu import stand_ins as cpp
@@ -26,6 +25,7 @@ from .cpu.packing import PackedFeedForward, is_packed, pack_linears
 from .cpu.round import cpu_round_serves
 from .cpu.sampling import LEAST_VOCABULARY
 from .cpu.sampling import available as distributions_build
+from .devices import traits_of
 from .marks import STANDS_FOR, edited, name_of, original
 from .ops.choice import triton_serves
 from .triton import stand_ins as triton
@@ -44,6 +44,11 @@ class FastBackend(Backend):
     def compiles(self) -> bool:  # type: ignore[override]
         """Whether steps are compiled."""
         return self.options is not None
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Prompt tokens of a prefill step."""
+        return traits_of(self.device).chunks
 
     def step(self, fn: Callable[..., Any]) -> Step:
         """A step that runs this function."""

@@ -16,8 +16,8 @@ import torch
 
 from gpt_fast_sd.tp import in_short
 
-from ..devices import require_current
 from ..fast import packing_builds, prepare_launches
+from ..fast.devices import require_current
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux says what memory there is
 CAPABILITY = (8, 0)  # the least that the kernels' tables support: tiles of 163 KiB, products of bf16

@@ -14,8 +14,8 @@ from gpt_fast_sd.model import SPLIT, CacheFormat, ModelConfig
 from gpt_fast_sd.tp import local_config
 
 from .. import registry
-from ..costs import steps_held
-from ..devices import traits_of
+from ..fast.devices import traits_of
+from ..policies.costs import steps_held
 from ..quantization.table import matrices_of, precision
 from .system import System
 from .workspace import Workspace

@@ -11,8 +11,8 @@ from gpt_fast_sd.tp import Group, Parallel, local_config
 
 from .. import registry
 from ..config import DraftConfig, EngineConfig
-from ..costs import ModelSteps
 from ..fast import triton_serves
+from ..policies.costs import ModelSteps
 
 CPU = torch.device("cpu")
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,8 +13,8 @@ from gpt_fast_sd.model import SPLIT, ModelConfig
 from .. import registry
 from ..attention import QUERY_BLOCK
 from ..config import DraftConfig
-from ..devices import traits_of
 from ..fast import LANES, MOST_TILED, ROWS_AT_ONCE, prefill_splits, split_for
+from ..fast.devices import traits_of
 from ..quantization.table import matrices_of, precision
 from .system import System
 

@@ -3,7 +3,9 @@
 It exports `build_policy`, which makes the policy that a DraftConfig names.
 """
 
-from ..draft import Draft, DraftPolicy, ModelDraft, OwnPrefill, View, build_view
+from ..draft import Draft
 from .build import build_policy
+from .model_draft import ModelDraft, build_view
+from .policy import DraftPolicy, OwnPrefill, View
 
 __all__ = ["Draft", "DraftPolicy", "ModelDraft", "OwnPrefill", "View", "build_policy", "build_view"]

@@ -7,8 +7,8 @@ from gpt_fast_sd.tp import Group
 
 from .. import registry
 from ..config import DraftConfig
-from ..draft import DraftPolicy
 from ..steps import Runner
+from .policy import DraftPolicy
 
 
 def build_policy(

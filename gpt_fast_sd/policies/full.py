@@ -11,9 +11,9 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, SPLIT
 
 from ..config import DraftConfig
-from ..draft import View
 from ..kv import DenseKV
 from ..steps import Runner
+from .policy import View
 
 
 class FullView(View):

@@ -21,14 +21,16 @@ from gpt_fast_sd.tp import Group
 
 from ..bodies import CORE, Bodies
 from ..config import DraftConfig
-from ..costs import ModelSteps
-from ..draft import Draft, DraftPolicy, Drafts, OwnPrefill, View, build_view
+from ..draft import Draft
 from ..prefill import Filling
 from ..quantization.quantize import drafter
 from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM
 from ..state import BatchState, RoundPlan
 from ..steps import Runner, span
+from .costs import ModelSteps
 from .lookup import LookupDraft
+from .model_draft import build_view
+from .policy import DraftPolicy, Drafts, OwnPrefill, View
 from .standalone import StandaloneDraft, beside
 
 Count = TypeVar("Count", int, Tensor)

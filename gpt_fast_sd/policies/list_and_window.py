@@ -15,10 +15,10 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, SPLIT
 
 from ..config import DraftConfig
-from ..draft import View
 from ..kv import ListedKV
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
+from .policy import View
 
 
 def positions_of(kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_positions: int) -> Tensor:

@@ -15,9 +15,10 @@ from gpt_fast_sd.model import SPLIT, Transformer
 from gpt_fast_sd.tp import Group
 
 from ..config import DraftConfig
-from ..draft import Draft, DraftPolicy
+from ..draft import Draft
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
+from .policy import DraftPolicy
 
 
 def look_up(text: Tensor, last: Tensor, ngram: int, gamma: int) -> tuple[Tensor, Tensor]:

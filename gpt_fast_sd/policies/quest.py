@@ -20,11 +20,11 @@ from gpt_fast_sd.model import KV, SPLIT, CacheLayer
 
 from ..bodies import CORE, Bodies, Body
 from ..config import DraftConfig
-from ..draft import View
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
 from . import selection
 from .list_and_window import positions_of
+from .policy import View
 from .selection import entries_of, quest_pages
 
 

@@ -10,10 +10,11 @@ from gpt_fast_sd.model import ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
 from ..config import DraftConfig
-from ..costs import ModelSteps
-from ..draft import DraftPolicy, ModelDraft, build_view
 from ..quantization.quantize import drafter
 from ..steps import Runner
+from .costs import ModelSteps
+from .model_draft import ModelDraft, build_view
+from .policy import DraftPolicy
 
 
 class SelfDraft(ModelDraft):

@@ -23,7 +23,7 @@ from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
 from ..bodies import CORE, Bodies, Body
 from ..config import DraftConfig
-from ..devices import traits_of
+from ..fast.devices import traits_of
 from ..state import BatchState, RoundPlan
 from ..steps import Runner, span
 from . import selection

@@ -17,12 +17,14 @@ from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group, broadcast, local_config
 
 from ..config import DraftConfig
-from ..costs import ModelSteps
-from ..draft import Draft, ModelDraft, View, build_view, draft_step
+from ..draft import Draft, draft_step
 from ..prefill import CHUNK, Filling, Prefill
 from ..quantization.quantize import drafter
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
+from .costs import ModelSteps
+from .model_draft import ModelDraft, build_view
+from .policy import View
 
 
 def beside(target: Runner, model: Transformer | None, group: Group) -> Runner:

@@ -21,9 +21,9 @@ from gpt_fast_sd.tp import DoneEvent
 
 from ..acceptance import Override
 from ..config import DraftConfig
-from ..costs import MOST_STEPS, REFRESH_STEPS, steps_of
-from ..devices import traits_of
+from ..fast.devices import traits_of
 from ..policies import DraftPolicy
+from ..policies.costs import MOST_STEPS, REFRESH_STEPS, steps_of
 from ..round import Round
 from ..sampling import Kind
 from ..state import BatchState, RoundPlan
@@ -59,6 +59,8 @@ class InFlightRound:
 
 class Rounds(Round):
     """Launches rounds: run as they are, or captured once and replayed, one ahead of what the host has read."""
+
+    policy: DraftPolicy | None
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from ..devices import require_current
+from ..fast.devices import require_current
 from .scheduling import Schedule
 
 Event = TypeVar("Event")

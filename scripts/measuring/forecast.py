@@ -15,8 +15,8 @@ import torch
 
 from gpt_fast_sd import registry
 from gpt_fast_sd.config import DraftConfig, EngineConfig, gamma_tiers
-from gpt_fast_sd.devices import traits_of
 from gpt_fast_sd.fast import triton_serves
+from gpt_fast_sd.fast.devices import traits_of
 from gpt_fast_sd.loading import (
     TORCH_DTYPES,
     MemoryPlan,

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpt_fast_sd import SamplingParams
-from gpt_fast_sd.draft import ModelDraft
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.fast import Spent, Stack
 from gpt_fast_sd.fast.cpu.fused_layers import FusedLayers
+from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.steps import Runner
 from measuring.chips import Chip
 from measuring.roofline import step_cost

@@ -14,16 +14,16 @@ from torch import Tensor
 
 import gpt_fast_sd.loading.prepare
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.devices import TRAITS
-from gpt_fast_sd.draft import Runner, draft_step
+from gpt_fast_sd.draft import draft_step
 from gpt_fast_sd.fast.compile import CompiledStep
 from gpt_fast_sd.fast.compile_one_layer import _alike
+from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.model import FORMATS, KVCache, Transformer
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.quantization.quantize import quantize
 from gpt_fast_sd.round import decode_step
-from gpt_fast_sd.steps import Step, span, varying
+from gpt_fast_sd.steps import Runner, Step, span, varying
 from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 

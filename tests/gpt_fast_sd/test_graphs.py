@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.costs import steps_of
-from gpt_fast_sd.devices import TRAITS
+from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.loading.memory import LAYER_NODES, NODE, STEP_NODES, MemoryPlan
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.policies import build_policy
+from gpt_fast_sd.policies.costs import steps_of
 from gpt_fast_sd.serving.calibration import time_selecting, time_steps
 from gpt_fast_sd.serving.cuda_graphs import GraphPool
 from gpt_fast_sd.serving.launch import Rounds

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.bodies import CORE, Bodies
-from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.fast.compile import CompiledStep, can_compile
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
 from gpt_fast_sd.fast.cpu import stand_ins
 from gpt_fast_sd.fast.cpu.packing import pack_linears
+from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.kv import DenseKV
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import FORMATS, SPLIT, KVCache, ModelConfig, Transformer, load_model, load_tokenizer, read_config

@@ -15,15 +15,15 @@ import gpt_fast_sd.engine as engine_module
 import gpt_fast_sd.fast.cpu.packing as packing
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.bodies import Bodies
-from gpt_fast_sd.costs import MOST_STEPS
-from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.fast import pack
+from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.fast.triton import stand_ins
 from gpt_fast_sd.loading import MemoryPlan, System, plan_for
 from gpt_fast_sd.loading.memory import GIB, NODE
 from gpt_fast_sd.loading.workspace import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT
 from gpt_fast_sd.model import PRESETS, SPLIT, ModelConfig, Room, Weights
 from gpt_fast_sd.policies import Draft
+from gpt_fast_sd.policies.costs import MOST_STEPS
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.state import BatchState, RoundPlan

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
-from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.fast.compile import CompiledStep, can_compile
+from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.loading import MemoryPlan, System
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.quantization.quantize import TAIL

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.devices import TRAITS
+from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.model import FORMATS, KVCache
 from gpt_fast_sd.prefill import CHUNK, Prefill
 from gpt_fast_sd.steps import Runner

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, EngineConfig, registry
-from gpt_fast_sd.draft import View
 from gpt_fast_sd.loading import MemoryPlan, System
 from gpt_fast_sd.model import Transformer
-from gpt_fast_sd.policies import Draft, DraftPolicy
+from gpt_fast_sd.policies import Draft, DraftPolicy, View
 from gpt_fast_sd.state import BatchState, RoundPlan
 from gpt_fast_sd.steps import Runner
 from gpt_fast_sd.tp import Group

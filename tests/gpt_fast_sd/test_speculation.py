@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.draft import ModelDraft
 from gpt_fast_sd.fast.compile import can_compile
 from gpt_fast_sd.model import KV, SPLIT, KVCache, ModelConfig, Transformer
-from gpt_fast_sd.policies import Draft, DraftPolicy
+from gpt_fast_sd.policies import Draft, DraftPolicy, ModelDraft
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.serving.requests import Completion, RoundEvent, TokenEvent

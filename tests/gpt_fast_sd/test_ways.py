@@ -17,8 +17,8 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import gpt_fast_sd.loading.prepare
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.fast.compile import CompiledStep
+from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.sampling import Kind

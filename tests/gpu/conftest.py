@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch._library.custom_ops import OPDEFS
 
-from gpt_fast_sd.devices import TRAITS
+from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.tp import why_no_cuda
 from tests.gpt_fast_sd.fast import references
 from tests.gpu.place import INTERPRETED, Place

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.devices import TRAITS
+from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.model import FORMATS, SPLIT, CausalSelf, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import snapkv
 from gpt_fast_sd.policies.snapkv import OBSERVED, SnapKVView, best_entries

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, registry
-from gpt_fast_sd.draft import View
 from gpt_fast_sd.model import ModelConfig, preset
+from gpt_fast_sd.policies import View
 from measuring.chips import CHIPS, PCIE_5, Chip, Link, Ranks, chip_named, chip_of, nvlink
 from measuring.forecast import Kept, System, compare, default_policies, shape_of
 from measuring.planning import comparison, drafts_of, plan, text

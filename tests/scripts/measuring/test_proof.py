@@ -16,8 +16,8 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, acceptance
 from gpt_fast_sd.acceptance import AcceptResult, verify_sampled
 from gpt_fast_sd.bodies import Bodies
-from gpt_fast_sd.draft import ModelDraft
 from gpt_fast_sd.model import CacheLayer, KVCache
+from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.round import Round
 from gpt_fast_sd.sampling import Kind, draw, probabilities, uniform
 from gpt_fast_sd.state import BatchState

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from gpt_fast_sd.model import KVCache, ModelConfig
 
-from . import registry
-from .config import MAX_GAMMA, DraftConfig, gamma_tiers
+from .. import registry
+from ..config import MAX_GAMMA, DraftConfig, gamma_tiers
 
 
 @dataclass(frozen=True)
