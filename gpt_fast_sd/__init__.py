@@ -10,12 +10,14 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .config import DraftConfig, EngineConfig, SamplingParams
+    from .config import EngineConfig, SamplingParams
     from .engine import Engine
+    from .policies import registry
+    from .policies.config import DraftConfig
     from .serving.requests import Completion, TokenEvent
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "DraftConfig", "Engine", "EngineConfig", "SamplingParams", "TokenEvent"]
+__all__ = ["Completion", "DraftConfig", "Engine", "EngineConfig", "SamplingParams", "TokenEvent", "registry"]
 
 # The folders model/ and tp/ of a checkout are links here; where links were not kept, as in some archives, they are
 # found next to this folder.
@@ -25,11 +27,12 @@ if not (_here / "model").is_dir():
 
 _defined_in = {
     "Completion": ".serving.requests",
-    "DraftConfig": ".config",
+    "DraftConfig": ".policies.config",
     "Engine": ".engine",
     "EngineConfig": ".config",
     "SamplingParams": ".config",
     "TokenEvent": ".serving.requests",
+    "registry": ".policies",
 }
 
 if not TYPE_CHECKING:  # a type checker that saw this would accept any misspelt name as Any

@@ -19,7 +19,7 @@ from gpt_fast_sd.model import SPLIT, CacheFormat, Tokenizer, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary
 
 from .acceptance import Override
-from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
+from .config import EngineConfig, SamplingParams
 from .fast.devices import traits_of
 from .loading import (
     MemoryPlan,
@@ -35,6 +35,7 @@ from .loading import (
 from .loading.load import load
 from .loading.system import dtype_name
 from .policies import DraftPolicy, build_policy
+from .policies.config import DraftConfig, gamma_tiers
 from .prefill import Prefill
 from .sampling import Kind
 from .serving.calibration import warm_up

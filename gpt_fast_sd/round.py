@@ -24,7 +24,7 @@ from gpt_fast_sd.model import CacheLayer, Transformer
 
 from .acceptance import Override
 from .bodies import CORE, Bodies
-from .config import MAX_GAMMA, DraftConfig
+from .config import MAX_GAMMA
 from .draft import Draft, Drafter
 from .kv import DenseKV
 from .sampling import ACCEPT_STREAM, TARGET_STREAM, Kind
@@ -36,14 +36,14 @@ class Round:
     """A round, made of the target's steps, which feed each slot from its seq_len on, and of a policy's drafts."""
 
     def __init__(
-        self, target: Runner, state: BatchState, policy: Drafter | None, draft: DraftConfig, *, width: int = 0
+        self, target: Runner, state: BatchState, policy: Drafter | None, *, page: int = 16, width: int = 0
     ) -> None:
         """width: tokens that every step feeds (0: as many as needed).
 
         A width also fixes the view to all of the cache: then no sum depends on what else is in the batch.
         """
         self.target, self.state, self.width = target, state, width
-        self.policy, self.draft = policy, draft
+        self.policy, self._page = policy, page
         self.replay: Override | None = None
         self.decode, self.verify = target.step(decode_step), target.step(decode_step)  # one token per slot, or several
         self.accept_compiled = target.backend.sampling_step(accept_step)
@@ -109,7 +109,7 @@ class Round:
     def page(self) -> int:
         """Keys whose attention mass the verification sums for the policy, 0 if it wants none."""
         own = getattr(self.policy, "page", None)  # of a policy that was set by hand and has its own page
-        return (own or self.draft.page) if self.policy and self.policy.wants_mass else 0
+        return (own or self._page) if self.policy and self.policy.wants_mass else 0
 
     @property
     def graphs(self) -> int:

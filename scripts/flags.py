@@ -25,7 +25,7 @@ from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.config import allowed_values
 from gpt_fast_sd.loading import sensible_threads
 from gpt_fast_sd.model import ModelConfig
-from gpt_fast_sd.registry import heeds, policies
+from gpt_fast_sd.policies.registry import heeds, policies
 from gpt_fast_sd.tp import Parallel, start
 from measuring.grid import known_drafters
 

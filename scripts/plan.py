@@ -19,8 +19,9 @@ from typing import Any
 from common import parser_of, refusing, started
 from files import check_files, save
 from flags import given_beside, positive, sizes
-from gpt_fast_sd.config import KV_BITS, KV_DTYPES, QUANTIZATIONS
+from gpt_fast_sd.config import KV_DTYPES, QUANTIZATIONS
 from gpt_fast_sd.loading import TORCH_DTYPES
+from gpt_fast_sd.policies.config import KV_BITS
 from measuring import forecast, planning
 from measuring.chips import CHIPS
 from measuring.plots import check_drawable

@@ -38,7 +38,7 @@ from flags import add_engine_flags, add_flags, config_of, draft_of, join, positi
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import BUNDLED, find_smollm2, locate
 from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config
-from gpt_fast_sd.registry import policy_class
+from gpt_fast_sd.policies.registry import policy_class
 from measuring import grid, lossless, machine, prompts, soak
 
 PROGRAM = "verify.py"

@@ -10,9 +10,10 @@ import torch
 from gpt_fast_sd.model import ModelConfig, Tokenizer, Transformer, load_tokenizer, read_config
 from gpt_fast_sd.tp import Group
 
-from ..config import DraftConfig, EngineConfig
+from ..config import EngineConfig
 from ..fast import kernels_are_built, packing_builds
 from ..fast.cpu.packing import is_packed
+from ..policies.config import DraftConfig
 from ..quantization.quantize import is_quantized
 from ..quantization.table import require_copy, require_precision, require_sizes
 from .machine import require_kernels, whole_memory

@@ -22,9 +22,10 @@ from gpt_fast_sd.model import (
 )
 from gpt_fast_sd.tp import Parallel, local_config, take_device
 
-from .. import registry
-from ..config import DraftConfig, EngineConfig
+from ..config import EngineConfig
 from ..fast.compile import no_compiler
+from ..policies import registry
+from ..policies.config import DraftConfig
 from ..quantization.quantize import keep_float8, quantize_as_read
 from ..quantization.table import require_precision, require_sizes
 from .fit import check_device, check_kv_dtype, check_planes, check_same_vocabulary, plan_for

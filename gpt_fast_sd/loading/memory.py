@@ -13,8 +13,8 @@ import torch
 from gpt_fast_sd.model import SPLIT, CacheFormat, ModelConfig
 from gpt_fast_sd.tp import local_config
 
-from .. import registry
 from ..fast.devices import traits_of
+from ..policies import registry
 from ..policies.costs import steps_held
 from ..quantization.table import matrices_of, precision
 from .system import System

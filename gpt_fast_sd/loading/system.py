@@ -9,9 +9,10 @@ import torch
 from gpt_fast_sd.model import FORMATS, SPLIT, CacheFormat, KVCache, ModelConfig
 from gpt_fast_sd.tp import Group, Parallel, local_config
 
-from .. import registry
-from ..config import DraftConfig, EngineConfig
+from ..config import EngineConfig
 from ..fast import triton_serves
+from ..policies import registry
+from ..policies.config import DraftConfig
 from ..policies.costs import ModelSteps
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from gpt_fast_sd.model import SPLIT, ModelConfig
 
-from .. import registry
 from ..attention import QUERY_BLOCK
-from ..config import DraftConfig
 from ..fast import LANES, MOST_TILED, ROWS_AT_ONCE, prefill_splits, split_for
 from ..fast.devices import traits_of
+from ..policies import registry
+from ..policies.config import DraftConfig
 from ..quantization.table import matrices_of, precision
 from .system import System
 

@@ -4,8 +4,20 @@ It exports `build_policy`, which makes the policy that a DraftConfig names.
 """
 
 from ..draft import Draft
+from . import registry
 from .build import build_policy
+from .config import DraftConfig
 from .model_draft import ModelDraft, build_view
 from .policy import DraftPolicy, OwnPrefill, View
 
-__all__ = ["Draft", "DraftPolicy", "ModelDraft", "OwnPrefill", "View", "build_policy", "build_view"]
+__all__ = [
+    "Draft",
+    "DraftConfig",
+    "DraftPolicy",
+    "ModelDraft",
+    "OwnPrefill",
+    "View",
+    "build_policy",
+    "build_view",
+    "registry",
+]

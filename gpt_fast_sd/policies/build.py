@@ -5,9 +5,9 @@ from __future__ import annotations
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.tp import Group
 
-from .. import registry
-from ..config import DraftConfig
 from ..steps import Runner
+from . import registry
+from .config import DraftConfig
 from .policy import DraftPolicy
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from gpt_fast_sd.model import KVCache, ModelConfig
 
-from .. import registry
-from ..config import MAX_GAMMA, DraftConfig, gamma_tiers
+from ..config import MAX_GAMMA
+from . import registry
+from .config import DraftConfig, gamma_tiers
 
 
 @dataclass(frozen=True)

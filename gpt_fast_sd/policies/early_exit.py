@@ -12,10 +12,10 @@ from torch import Tensor
 from gpt_fast_sd.model import ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
-from ..config import DraftConfig
 from ..quantization.quantize import drafter
 from ..state import BatchState
 from ..steps import Runner
+from .config import DraftConfig
 from .costs import ModelSteps
 from .model_draft import build_view
 from .self_draft import SelfDraft

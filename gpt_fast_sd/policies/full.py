@@ -10,9 +10,9 @@ from torch import Tensor
 
 from gpt_fast_sd.model import KV, SPLIT
 
-from ..config import DraftConfig
 from ..kv import DenseKV
 from ..steps import Runner
+from .config import DraftConfig
 from .policy import View
 
 

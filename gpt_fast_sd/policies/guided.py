@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..config import DraftConfig
 from ..state import BatchState
 from ..steps import Runner
 from . import selection
+from .config import DraftConfig
 from .list_and_window import SlotView
 
 

@@ -20,13 +20,13 @@ from gpt_fast_sd.model import KV, CacheLayer, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
 from ..bodies import CORE, Bodies
-from ..config import DraftConfig
 from ..draft import Draft
 from ..prefill import Filling
 from ..quantization.quantize import drafter
 from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM
 from ..state import BatchState, RoundPlan
 from ..steps import Runner, span
+from .config import DraftConfig
 from .costs import ModelSteps
 from .lookup import LookupDraft
 from .model_draft import build_view

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from gpt_fast_sd.model import KV, SPLIT
 
-from ..config import DraftConfig
 from ..kv import ListedKV
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
+from .config import DraftConfig
 from .policy import View
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from gpt_fast_sd.model import SPLIT, Transformer
 from gpt_fast_sd.tp import Group
 
-from ..config import DraftConfig
 from ..draft import Draft
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
+from .config import DraftConfig
 from .policy import DraftPolicy
 
 

@@ -7,7 +7,7 @@ draft reads both planes in place of that buffer.
 
 from __future__ import annotations
 
-from ..config import DraftConfig
+from .config import DraftConfig
 from .self_draft import SelfDraft
 
 

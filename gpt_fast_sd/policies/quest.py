@@ -19,10 +19,10 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, SPLIT, CacheLayer
 
 from ..bodies import CORE, Bodies, Body
-from ..config import DraftConfig
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
 from . import selection
+from .config import DraftConfig
 from .list_and_window import positions_of
 from .policy import View
 from .selection import entries_of, quest_pages

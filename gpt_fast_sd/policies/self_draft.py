@@ -9,9 +9,9 @@ from __future__ import annotations
 from gpt_fast_sd.model import ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
-from ..config import DraftConfig
 from ..quantization.quantize import drafter
 from ..steps import Runner
+from .config import DraftConfig
 from .costs import ModelSteps
 from .model_draft import ModelDraft, build_view
 from .policy import DraftPolicy

@@ -22,11 +22,11 @@ from torch import Tensor
 from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
 from ..bodies import CORE, Bodies, Body
-from ..config import DraftConfig
 from ..fast.devices import traits_of
 from ..state import BatchState, RoundPlan
 from ..steps import Runner, span
 from . import selection
+from .config import DraftConfig
 from .list_and_window import SlotView
 from .selection import top_pages
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group, broadcast, local_config
 
-from ..config import DraftConfig
 from ..draft import Draft, draft_step
 from ..prefill import CHUNK, Filling, Prefill
 from ..quantization.quantize import drafter
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
+from .config import DraftConfig
 from .costs import ModelSteps
 from .model_draft import ModelDraft, build_view
 from .policy import View

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..config import DraftConfig
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
+from .config import DraftConfig
 from .list_and_window import SlotView
 
 

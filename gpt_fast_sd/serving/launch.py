@@ -20,9 +20,9 @@ from torch import Tensor
 from gpt_fast_sd.tp import DoneEvent
 
 from ..acceptance import Override
-from ..config import DraftConfig
 from ..fast.devices import traits_of
 from ..policies import DraftPolicy
+from ..policies.config import DraftConfig
 from ..policies.costs import MOST_STEPS, REFRESH_STEPS, steps_of
 from ..round import Round
 from ..sampling import Kind
@@ -77,8 +77,8 @@ class Rounds(Round):
 
         wait: how to wait for the device, which a lost rank may keep in a round forever (see Parallel.wait_for).
         """
-        super().__init__(target, state, policy, draft, width=width)
-        self.capture, self.wait = capture, wait
+        super().__init__(target, state, policy, page=draft.page, width=width)
+        self.draft, self.capture, self.wait = draft, capture, wait
         self._captured: dict[tuple[object, ...], Callable[[], Any]] = {}
         self._steps_held = 0  # steps in all captured rounds
         self._baked: tuple[object, ...] = ()

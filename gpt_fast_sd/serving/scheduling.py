@@ -15,8 +15,8 @@ import torch
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.tp import Parallel
 
-from ..config import gamma_tiers
 from ..policies import DraftPolicy, OwnPrefill
+from ..policies.config import gamma_tiers
 from ..prefill import Prefill
 from ..state import BatchState, RoundPlan
 from ..steps import splits_in_view

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpt_fast_sd.config import DraftConfig
 from gpt_fast_sd.engine import Engine
+from gpt_fast_sd.policies.config import DraftConfig
+from gpt_fast_sd.policies.registry import VIEWS
 from gpt_fast_sd.quantization.table import bytes_held
-from gpt_fast_sd.registry import VIEWS
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring.comparing import Comparison
 from measuring.report import Recorder, Way, page

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gpt_fast_sd.config import QUANTIZED_CACHES, DraftConfig, SamplingParams
+from gpt_fast_sd.config import QUANTIZED_CACHES, SamplingParams
 from gpt_fast_sd.engine import Engine
+from gpt_fast_sd.policies.config import DraftConfig
 from gpt_fast_sd.serving.requests import Completion
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring.lossless import NEAR_TIE, Difference, differences, is_near_tie

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from gpt_fast_sd import registry
-from gpt_fast_sd.config import DraftConfig, EngineConfig, gamma_tiers
+from gpt_fast_sd.config import EngineConfig
 from gpt_fast_sd.fast import triton_serves
 from gpt_fast_sd.fast.devices import traits_of
 from gpt_fast_sd.loading import (
@@ -30,6 +29,8 @@ from gpt_fast_sd.loading import (
 )
 from gpt_fast_sd.loading import System as EngineSystem
 from gpt_fast_sd.model import FORMATS, PRESETS, CacheFormat, ModelConfig, preset, read_config
+from gpt_fast_sd.policies import registry
+from gpt_fast_sd.policies.config import DraftConfig, gamma_tiers
 from gpt_fast_sd.policies.standalone import check_draft_model
 from gpt_fast_sd.quantization.quantize import TAIL
 from gpt_fast_sd.quantization.table import precision, require_copy, require_sizes

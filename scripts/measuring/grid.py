@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-from gpt_fast_sd.config import DraftConfig, EngineConfig, SamplingParams
+from gpt_fast_sd.config import EngineConfig, SamplingParams
 from gpt_fast_sd.engine import Engine
-from gpt_fast_sd.registry import heeds, policies
+from gpt_fast_sd.policies.config import DraftConfig
+from gpt_fast_sd.policies.registry import heeds, policies
 from gpt_fast_sd.tp import Parallel
 from measuring.machine import release_memory
 

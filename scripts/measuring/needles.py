@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpt_fast_sd.config import DraftConfig, SamplingParams
+from gpt_fast_sd.config import SamplingParams
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.model import Tokenizer
+from gpt_fast_sd.policies.config import DraftConfig
 from gpt_fast_sd.serving.requests import Completion
 from measuring import plots
 from measuring.tables import Column, Table, shown

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpt_fast_sd.config import DraftConfig
+from gpt_fast_sd.policies.config import DraftConfig
 from measuring.lossless import first_difference
 from measuring.peers import AS_IT_COMES, Decoded, Entry, PeerFailed, PeerMissing, Setup, Worker
 from measuring.tables import Column, Table, shown

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.config import DraftConfig, EngineConfig, SamplingParams
+from gpt_fast_sd.config import EngineConfig, SamplingParams
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.model import ModelConfig
+from gpt_fast_sd.policies.config import DraftConfig
 from measuring.machine import version
 
 PREFILL_CHUNK = 512

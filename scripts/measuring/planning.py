@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpt_fast_sd import registry
-from gpt_fast_sd.config import DraftConfig
+from gpt_fast_sd.policies import registry
+from gpt_fast_sd.policies.config import DraftConfig
 from measuring.chips import GIB
 from measuring.forecast import ESTIMATES, Kept, Record, System, budget_of, cell, default_policies, label
 from measuring.grid import Setting

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from gpt_fast_sd.config import DraftConfig
 from gpt_fast_sd.engine import Engine
+from gpt_fast_sd.policies.config import DraftConfig
 from gpt_fast_sd.serving.stats import EngineStats
 from gpt_fast_sd.tp import collectives_per_step
 from measuring import machine

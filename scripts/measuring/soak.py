@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from gpt_fast_sd.config import DraftConfig, SamplingParams
+from gpt_fast_sd.config import SamplingParams
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.model import CausalSelf
-from gpt_fast_sd.registry import heeds
+from gpt_fast_sd.policies.config import DraftConfig
+from gpt_fast_sd.policies.registry import heeds
 from measuring import lossless
 from measuring.grid import Setting
 from measuring.lossless import Finding, dtypes_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
-from gpt_fast_sd.config import GAMMA_TIERS, gamma_tiers
+from gpt_fast_sd.policies.config import GAMMA_TIERS, gamma_tiers
 
 REFUSED: list[tuple[type, dict[str, Any]]] = [
     *((EngineConfig, {"batch_size": value}) for value in (0, -1, 2.0, "8", True, None, 2**31)),

@@ -13,7 +13,7 @@ from statistics import mean
 
 import pytest
 
-from gpt_fast_sd.config import GAMMA_TIERS
+from gpt_fast_sd.policies.config import GAMMA_TIERS
 from gpt_fast_sd.serving.gamma_planner import (
     FIRST_PROBE,
     FIRST_ROUNDS,

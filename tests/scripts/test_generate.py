@@ -17,7 +17,7 @@ import generate
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import find_smollm2, locate
 from gpt_fast_sd.model import load_tokenizer, read_config, save_hugging_face
-from gpt_fast_sd.registry import policies
+from gpt_fast_sd.policies.registry import policies
 from gpt_fast_sd.serving.requests import TokenEvent
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring import comparing

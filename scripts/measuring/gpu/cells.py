@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
+from gpt_fast_sd.config import EngineConfig, SamplingParams
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.model import preset
+from gpt_fast_sd.policies.config import DraftConfig, gamma_tiers
 from gpt_fast_sd.quantization.table import precision, require_precision
 from gpt_fast_sd.sampling import GREEDY
 from gpt_fast_sd.serving.gamma_planner import GammaPlanner

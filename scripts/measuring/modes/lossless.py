@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tqdm import tqdm
 
-from gpt_fast_sd.config import DraftConfig
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import load_model
+from gpt_fast_sd.policies.config import DraftConfig
 from measuring import lossless, prompts
 from measuring.grid import Point, has_a_model
 from measuring.ledger import digest, fingerprint

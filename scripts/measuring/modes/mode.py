@@ -9,10 +9,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gpt_fast_sd.config import DraftConfig, EngineConfig, SamplingParams
+from gpt_fast_sd.config import EngineConfig, SamplingParams
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.loading import TORCH_DTYPES, locate, natural_dtype
 from gpt_fast_sd.model import ModelConfig, Tokenizer, read_stored_dtype
+from gpt_fast_sd.policies.config import DraftConfig
 from gpt_fast_sd.tp import Parallel
 from measuring import grid, machine
 from measuring.grid import Point, Setting, Sweep, draft_fields

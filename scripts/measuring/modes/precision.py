@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gpt_fast_sd.config import DraftConfig, EngineConfig, SamplingParams
+from gpt_fast_sd.config import EngineConfig, SamplingParams
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.loading import TORCH_DTYPES, System, check_kv_dtype, locate, plan_for
 from gpt_fast_sd.model import read_stored_float8
+from gpt_fast_sd.policies.config import DraftConfig
 from measuring import machine, plots, prompts
 from measuring.grid import Point, draft_fields, draft_label, has_a_model
 from measuring.modes.mode import Job, Record, describe

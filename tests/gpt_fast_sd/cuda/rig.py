@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.config import DraftConfig
 from gpt_fast_sd.fast.choose import FastBackend
 from gpt_fast_sd.model import FORMATS, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import View, build_view
+from gpt_fast_sd.policies.config import DraftConfig
 from gpt_fast_sd.state import BatchState
 from gpt_fast_sd.steps import Runner
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import gpu_suite
 from gpt_fast_sd import attention
 from gpt_fast_sd.acceptance import AcceptResult
-from gpt_fast_sd.config import gamma_tiers
+from gpt_fast_sd.policies.config import gamma_tiers
 from gpt_fast_sd.quantization.table import TABLE
 from measuring.chips import CHIPS
 from measuring.gpu import cells

@@ -1,4 +1,4 @@
-"""The draft policies by name, each with its file in policies/: a new one is its file and one line here.
+"""The draft policies by name, each with its file in this folder: a new one is its file and one line here.
 
 A view says which entries of a cache a drafting model reads. The target can draft through any of them, so the name of
 a view is also the name of a policy.
@@ -31,12 +31,12 @@ def policies() -> tuple[str, ...]:
 
 
 def view_class(name: str) -> Any:
-    """The class of a view, a View of policies/policy.py."""
+    """The class of a view, a View of policy.py."""
     return _found(VIEWS[name])
 
 
 def policy_class(name: str) -> Any:
-    """The class of a policy, a DraftPolicy of policies/policy.py; for "off" the one that does nothing."""
+    """The class of a policy, a DraftPolicy of policy.py; for "off" the one that does nothing."""
     if name in DRAFTERS:
         return _found(DRAFTERS[name])
     return _found("self_draft.SelfDraft") if name in VIEWS else _of_policy("DraftPolicy")
@@ -68,11 +68,11 @@ def register(name: str, made: type) -> None:
 
 
 def _of_policy(name: str) -> Any:
-    return getattr(import_module(f"{__package__}.policies.policy"), name)
+    return getattr(import_module(f"{__package__}.policy"), name)
 
 
 def _found(where: Any) -> Any:
     if not isinstance(where, str):
         return where
     file, _, name = where.partition(".")
-    return getattr(import_module(f"{__package__}.policies.{file}"), name)
+    return getattr(import_module(f"{__package__}.{file}"), name)
