@@ -27,35 +27,23 @@ Cuts = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # see likelies
 
 
 class Vocabulary(Protocol):
-    """Which of the logits this process holds; tp's class of this name is for ranks that share them."""
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        """The best token, ties go to the lowest id: fp32 [..., V] -> int64 [...]."""
-        ...
-
-    def whole(self, logits: Tensor) -> Tensor:
-        """All logits: those of this rank -> [..., V]."""
-        ...
-
-    def decided(self, *drawn: Tensor) -> tuple[Tensor, ...]:
-        """The first rank's draws, for all of them."""
-        ...
-
-
-class WholeVocabulary:
-    """All logits are here."""
+    """Which of the logits this process holds: here all of them; tp has the one for ranks that share them."""
 
     def argmax(self, logits: Tensor) -> Tensor:
         """The best token, ties go to the lowest id: fp32 [..., V] -> int64 [...]."""
         return logits.argmax(-1)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """The logits themselves."""
+        """All logits: those of this rank -> [..., V]."""
         return logits
 
     def decided(self, *drawn: Tensor) -> tuple[Tensor, ...]:
-        """The draws themselves."""
+        """The first rank's draws, for all of them."""
         return drawn
+
+
+class WholeVocabulary(Vocabulary):
+    """All logits are here."""
 
 
 WHOLE = WholeVocabulary()

@@ -37,31 +37,25 @@ class Step:
 
 
 class Ranks(Protocol):
-    """The processes that hold a model together, as tp's Group describes them."""
+    """The processes that hold a model together: here one; tp's Group is for several."""
 
     @property
     def size(self) -> int:
         """How many they are."""
-        ...
+        return 1
 
     @property
     def mesh(self) -> Any:
         """Of torch's, by which they reach each other; None: there is one."""
-        ...
+        return None
 
     def vocabulary(self, size: int) -> Vocabulary:
         """Who holds which of the logits of a vocabulary of this size."""
-        ...
-
-
-class OneProcess:
-    """One process that holds the model alone."""
-
-    size, mesh = 1, None
-
-    def vocabulary(self, size: int) -> Vocabulary:
-        """All logits are here."""
         return WHOLE
+
+
+class OneProcess(Ranks):
+    """One process that holds the model alone."""
 
 
 class Backend:
