@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,40 +20,19 @@ from gpt_fast_sd.tp import Parallel, Vocabulary
 from .acceptance import Override
 from .config import EngineConfig, SamplingParams
 from .fast.devices import traits_of
-from .loading import (
-    MemoryPlan,
-    System,
-    draft_group,
-    free_memory,
-    plan_for,
-    ready_draft,
-    require_fit,
-    require_plain,
-    target_of,
-)
+from .loading import MemoryPlan, System, free_memory, plan_for, require_fit, require_plain, target_of
 from .loading.load import load
 from .loading.system import dtype_name
-from .policies import DraftPolicy, build_policy
-from .policies.config import DraftConfig, gamma_tiers
+from .policies import DraftConfig, DraftPolicy
 from .prefill import Prefill
-from .sampling import Kind
 from .serving.calibration import warm_up
 from .serving.cuda_graphs import GraphPool
-from .serving.launch import Rounds
-from .serving.lifecycle import Access, own_settings, sheltered
+from .serving.launch import rounds_for
+from .serving.lifecycle import Access, kept_by, own_settings, sheltered
 from .serving.requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
 from .serving.scheduling import Schedule
 from .serving.stats import EngineStats
 from .state import BatchState
-
-
-def _kept_by(part: str, name: str, text: str) -> Any:
-    """An attribute that one of the engine's parts keeps, read and set there."""
-    return property(
-        lambda engine: getattr(getattr(engine, part), name),
-        lambda engine, value: setattr(getattr(engine, part), name, value),
-        doc=text,
-    )
 
 
 class Engine:
@@ -62,24 +40,16 @@ class Engine:
 
     The last prompt token is not prefilled but decoded, so every emitted token comes from the same compiled step.
 
+    tokenizer turns texts into token ids, and back. Without one, prompts are token ids, and texts are empty.
     on_progress, if set, is called with the progress of anything that may take long: what ("compile": steps, "prefill":
     tokens of a prompt), how much is done, and of how much. The engine itself prints nothing.
-
     on_round, if set, is called with each round once it is collected. Only then is it recorded what the draft read, and
     the time that this takes does not count in decode_seconds.
     """
 
-    tokenizer: Tokenizer | None = _kept_by(
-        "_intake", "tokenizer",
-        "Turns texts into token ids, and back. Without one, prompts are token ids, and texts are empty.",
-    )  # fmt: skip
-    on_progress: Callable[[str, int, int], None] | None = _kept_by(
-        "schedule", "on_progress",
-        "Called with the progress of anything that may take long: what, how much is done, of how much.",
-    )  # fmt: skip
-    on_round: Callable[[RoundEvent], None] | None = _kept_by(
-        "schedule", "on_round", "Called with each round once it is collected."
-    )  # fmt: skip
+    tokenizer: Tokenizer | None = kept_by("_intake", "tokenizer")
+    on_progress: Callable[[str, int, int], None] | None = kept_by("schedule", "on_progress")
+    on_round: Callable[[RoundEvent], None] | None = kept_by("schedule", "on_round")
 
     @own_settings()
     def __init__(
@@ -118,10 +88,11 @@ class Engine:
             self.vocabulary, bodies=self.target.bodies,
         )  # fmt: skip
         captures = cfg.cuda_graphs == "round" and traits_of(self.device).captures
-        self._capture = GraphPool(self.device) if captures else None
+        capture = GraphPool(self.device) if captures else None
+        rounds = rounds_for(self.draft, draft_model, self.target, self.state, capture, self.parallel, cfg)
         self._prefill, self._access = Prefill(self.target), Access(self.device)
         self._compile_seconds: float | None = None  # None: the steps are not compiled yet
-        self.schedule = Schedule(self._prefill, self.state, self._rounds_of(self.draft, draft_model), self.parallel)
+        self.schedule = Schedule(self._prefill, self.state, rounds, self.parallel)
         self.parallel.close_before(self)
 
     def __enter__(self) -> Engine:
@@ -139,19 +110,7 @@ class Engine:
         An NCCL process group does not end while such a round exists: close engines before it, as Parallel.close does.
         Weights and caches are freed with the engine itself.
         """
-        if self._access.closed:
-            return
-        self._access.closed = True
-        try:
-            if not self._access.failure:
-                self.schedule.rounds.synchronize()
-        finally:
-            self.schedule.in_flight.clear()
-            try:
-                self.schedule.rounds.forget()
-            finally:
-                if self._capture:
-                    self._capture.close()
+        self._access.close(self.schedule)
 
     @own_settings()
     def redraft(self, draft: DraftConfig, draft_model: Transformer | None = None) -> None:
@@ -164,7 +123,8 @@ class Engine:
             raise ValueError(f"draft must be a DraftConfig, got {draft!r:.80}")
         plan = self._plan_of(draft, draft_model, self.cache.format)
         plan.added_to(self._plan).check_added(free_memory(self.device, held=self._plan.total))
-        rounds, before = self._rounds_of(draft, draft_model), self.schedule.rounds
+        before = self.schedule.rounds
+        rounds = rounds_for(draft, draft_model, self.target, self.state, before.capture, self.parallel, self.config)
         before.forget()  # even if something else still refers to them
         rounds.keep_steps(before)
         self.draft, self._plan = draft, replace(plan, weights=self._plan.weights)
@@ -182,16 +142,6 @@ class Engine:
             device=self.device, held=held,
         )  # fmt: skip
         return plan_for(system.of_rank(self.parallel))
-
-    def _rounds_of(self, draft: DraftConfig, draft_model: Transformer | None) -> Rounds:
-        # exact: plain and speculative decoding run the target with one width, over one number of keys, if that matters
-        most = gamma_tiers(self.model.config.group_size)[-1] if isinstance(draft.gamma, str) else draft.gamma
-        width = 1 + most if self.config.exact and not self.target.bodies.fused else 0  # without a policy, too
-        theirs, wait = draft_group(draft, self.parallel), self.parallel.wait_for
-        if draft_model:
-            ready_draft(draft_model, theirs, self.target, copied=draft.quantize is not None)
-        policy = build_policy(draft, self.target, draft_model, theirs)
-        return Rounds(self.target, self.state, policy, draft, width=width, capture=self._capture, wait=wait)
 
     @classmethod
     @own_settings()
@@ -211,9 +161,8 @@ class Engine:
         """
         config, draft = config or EngineConfig(), draft or DraftConfig()
         loaded = load(model, config, draft, parallel)
-        return cls(
-            loaded.model, loaded.tokenizer, loaded.config, draft, loaded.draft_model, loaded.parallel, loaded.plan
-        )  # fmt: skip
+        parts = loaded.draft_model, loaded.parallel, loaded.plan
+        return cls(loaded.model, loaded.tokenizer, loaded.config, draft, *parts)
 
     @property
     def stats(self) -> EngineStats:
@@ -334,10 +283,7 @@ class Engine:
         """Keep the slots filled from the queue, and run rounds until every request is finished."""
         with self._access.at_work(self.schedule):
             compile_seconds = self._warm_up()
-            rounds = self.schedule.rounds
-            if rounds.capture:  # nothing may be built in a capture, so all that may run is called once before
-                kinds = Kind.of([request.params for request in waiting.known]).to_come()
-                rounds.warm_up(self.schedule.gammas, kinds)
+            self.schedule.before_captures(waiting)
             self.schedule.stats = EngineStats(compile_seconds=compile_seconds)
             yield from self.schedule.run(waiting, speculate, self._access.require_open)
 

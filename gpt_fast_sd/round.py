@@ -88,10 +88,6 @@ class Round:
         """Keys to have in view: with a fixed width the whole cache, so that sums never change their order."""
         return self.target.cache.capacity if self.width else n_keys
 
-    def keys_read(self, plan: RoundPlan) -> int:
-        """Keys that each slot reads in a step, on average: the time of the step depends on them."""
-        return plan.mean_keys(self.target.shape[1]) if self.target.bodies.reads_own_keys else plan.n_keys
-
     def accept(self, logits: Tensor, draft: Draft, kind: Kind) -> Tensor:
         """Accept and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], see accept_step.
 

@@ -61,10 +61,6 @@ class Kind(NamedTuple):
         sampling = [p for p in params if p.temperature > 0]
         return Kind(bool(sampling), any(p.top_k or p.top_p not in (None, 1.0) or p.min_p for p in sampling))
 
-    def to_come(self) -> list[Kind]:
-        """The kinds of rounds that a batch of such requests may have: some end before others."""
-        return [GREEDY, *([Kind(True, False)] if self.sampled else []), *([self] if self.filtered else [])]
-
 
 GREEDY = Kind()
 

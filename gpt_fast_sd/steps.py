@@ -68,10 +68,6 @@ class Backend:
         """Prompt tokens of a prefill step, the largest first; each divides the ones before it, SPLIT is the last."""
         return (SPLIT,)
 
-    def uses_kernels(self, runner: Runner) -> bool:
-        """Whether steps use kernels of ours."""
-        return False
-
     def pack(self, runner: Runner, *, few_rows: bool = False) -> None:
         """Lay out a model's weights as kernels read them, in place."""
 
@@ -101,11 +97,6 @@ class Runner:
     def bodies(self) -> Bodies:
         """What runs in the places of the core's functions; asked for when weights are as steps will read them."""
         return self.backend.bodies(self)
-
-    @property
-    def uses_kernels(self) -> bool:
-        """Whether its steps use kernels of ours."""
-        return self.backend.uses_kernels(self)
 
     def bodies_of(self, kv: Callable[..., Any]) -> Bodies:
         """Those for steps that read the cache through such a KV: a body of all layers serves only two kinds."""
@@ -142,20 +133,15 @@ def span(cache: KVCache, n_keys: int, *, compiled: bool = True) -> Tensor:
     most = cache.capacity // SPLIT
     size = torch.empty(splits_in_view(cache, n_keys), 0, device=cache.seq_len.device)
     if compiled and most > 2:  # torch refuses a range of one size
-        _mark(size, 0, min=2, max=most)
+        varying(size, dim=0, max=most)
     return size
 
 
-def varying(*tensors: Tensor, min: int = 2, max: int = 1 + MAX_GAMMA) -> None:
-    """Let one graph serve tensors of any second size from min to max: [B, T, ...].
+def varying(*tensors: Tensor, dim: int = 1, min: int = 2, max: int = 1 + MAX_GAMMA) -> None:
+    """Let one graph serve tensors of any size in this dimension from min to max: [B, T, ...].
 
     One range for every engine, whatever it drafts: graphs in Inductor's cache are stored with their range.
     """
-    for tensor in tensors:
-        _mark(tensor, 1, min=min, max=max)
-
-
-def _mark(tensor: Tensor, dim: int, *, min: int, max: int) -> None:
-    """Tell Dynamo the range of a size; where nothing compiles it is not even imported, which would take a second."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.mark_dynamic(tensor, dim, min=min, max=max)
+    if "torch._dynamo" in sys.modules:  # where nothing compiles it is not even imported, which would take a second
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, dim, min=min, max=max)

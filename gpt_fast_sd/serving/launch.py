@@ -17,12 +17,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.tp import DoneEvent
+from gpt_fast_sd.model import Transformer
+from gpt_fast_sd.tp import DoneEvent, Parallel
 
 from ..acceptance import Override
+from ..config import EngineConfig
 from ..fast.devices import traits_of
-from ..policies import DraftPolicy
-from ..policies.config import DraftConfig
+from ..loading import draft_group, ready_draft
+from ..policies import DraftConfig, DraftPolicy, build_policy
+from ..policies.config import gamma_tiers
 from ..policies.costs import MOST_STEPS, REFRESH_STEPS, steps_of
 from ..round import Round
 from ..sampling import Kind
@@ -96,6 +99,10 @@ class Rounds(Round):
     def captured(self) -> int:
         """CUDA graphs of rounds held now, with at most MOST_STEPS steps in all."""
         return len(self._captured)
+
+    def keys_read(self, plan: RoundPlan) -> int:
+        """Keys that each slot reads in a step, on average: the time of the step depends on them."""
+        return plan.mean_keys(self.target.shape[1]) if self.target.bodies.reads_own_keys else plan.n_keys
 
     # ---------------------------------------------------------------- rounds under way
 
@@ -255,3 +262,18 @@ class Rounds(Round):
         if traits_of(self.target.device).captures:
             self.wait(torch.cuda.current_stream(self.target.device).record_event())
             torch.cuda.synchronize(self.target.device)
+
+
+def rounds_for(
+    draft: DraftConfig, draft_model: Transformer | None, target: Runner, state: BatchState, capture: Capture | None,
+    parallel: Parallel, config: EngineConfig,
+) -> Rounds:  # fmt: skip
+    """The rounds of an engine's target with a draft; ValueError if the policy does not fit the models."""
+    # exact: plain and speculative decoding run the target with one width, over one number of keys, if that matters
+    most = gamma_tiers(target.model.config.group_size)[-1] if isinstance(draft.gamma, str) else draft.gamma
+    width = 1 + most if config.exact and not target.bodies.fused else 0  # without a policy, too
+    theirs = draft_group(draft, parallel)
+    if draft_model:
+        ready_draft(draft_model, theirs, target, copied=draft.quantize is not None)
+    policy = build_policy(draft, target, draft_model, theirs)
+    return Rounds(target, state, policy, draft, width=width, capture=capture, wait=parallel.wait_for)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ..fast.devices import require_current
+from .cuda_graphs import GraphPool
 from .scheduling import Schedule
 
 Event = TypeVar("Event")
@@ -62,6 +63,22 @@ class Access:
                 if ended_well:  # else the first error says more
                     raise RuntimeError(self._broken) from error
 
+    def close(self, schedule: Schedule) -> None:
+        """End work in progress and free captured rounds, once."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            if not self.failure:
+                schedule.rounds.synchronize()
+        finally:
+            schedule.in_flight.clear()
+            try:
+                schedule.rounds.forget()
+            finally:
+                if isinstance(schedule.rounds.capture, GraphPool):
+                    schedule.rounds.capture.close()
+
     @property
     def _broken(self) -> str:
         return f"the device failed ({self.failure}): build a new engine"
@@ -96,6 +113,14 @@ def sheltered(events: Generator[Event, None, None]) -> Iterator[Event]:
             yield event
     finally:
         events.close()
+
+
+def kept_by(part: str, name: str) -> Any:
+    """An attribute that one of the engine's parts keeps, read and set there."""
+    return property(
+        lambda engine: getattr(getattr(engine, part), name),
+        lambda engine, value: setattr(getattr(engine, part), name, value),
+    )
 
 
 def _first_line(error: BaseException) -> str:

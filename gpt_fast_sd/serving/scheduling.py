@@ -18,6 +18,7 @@ from gpt_fast_sd.tp import Parallel
 from ..policies import DraftPolicy, OwnPrefill
 from ..policies.config import gamma_tiers
 from ..prefill import Prefill
+from ..sampling import GREEDY, Kind
 from ..state import BatchState, RoundPlan
 from ..steps import splits_in_view
 from .gamma_planner import GammaPlanner
@@ -63,6 +64,13 @@ class Schedule:
         if not self.policy:
             return [0]
         return list(self.planner.tiers[::-1]) if self.planner.fixed is None else [self.planner.fixed, 0]
+
+    def before_captures(self, waiting: Waiting) -> None:
+        """Call all that these requests may run, once: nothing may be built in a capture."""
+        if self.rounds.capture:
+            kind = Kind.of([request.params for request in waiting.known])
+            some_end_before_others = [Kind(True, False)] * kind.sampled + [kind] * kind.filtered
+            self.rounds.warm_up(self.gammas, [GREEDY, *some_end_before_others])
 
     def run(self, waiting: Waiting, speculate: bool, require_open: Callable[[], None]) -> Iterator[TokenEvent]:
         """Keep the slots filled from the queue, and run rounds until every request is finished.

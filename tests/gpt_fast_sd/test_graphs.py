@@ -390,7 +390,7 @@ def test_a_pool_is_closed_even_where_letting_rounds_go_fails(cuda: Cuda, monkeyp
     monkeypatch.setattr(one.schedule.rounds, "forget", forget)
     with pytest.raises(RuntimeError, match="something odd"):
         one.close()
-    assert one._capture not in GraphPool._alive and not cuda.graphs
+    assert one.schedule.rounds.capture not in GraphPool._alive and not cuda.graphs
 
 
 def test_an_engine_on_a_plain_cpu_closes_too(expected: list[list[int]]) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.fast.choose import FastBackend
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.model import FORMATS, KVCache
 from gpt_fast_sd.prefill import CHUNK, Prefill
@@ -269,5 +270,6 @@ def test_no_chunk_of_cuda_is_written_past_the_end_of_a_cache(
 
 @pytest.mark.parametrize(("max_seq_len", "sizes"), [(2, [256]), (1800, [256]), (2048, [256]), (2049, [2048, 256])])
 def test_a_size_that_no_prompt_fills_is_not_built(max_seq_len: int, sizes: list[int], chunks_of_cuda: None) -> None:
-    cache = KVCache(MODEL.config, 1, max_seq_len, format=FORMATS["fp32"], device=torch.device("cpu"))
-    assert Prefill(Runner(MODEL, cache)).sizes == sizes
+    cpu = torch.device("cpu")
+    cache = KVCache(MODEL.config, 1, max_seq_len, format=FORMATS["fp32"], device=cpu)
+    assert Prefill(Runner(MODEL, cache, backend=FastBackend(cpu, None))).sizes == sizes

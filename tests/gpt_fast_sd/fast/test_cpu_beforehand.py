@@ -58,13 +58,13 @@ def test_eager_steps_use_what_is_built_and_say_the_same(built: Path, monkeypatch
     kernel = cpu.kernel_for
     monkeypatch.setattr(cpu, "kernel_for", lambda *of: calls.append(of) or kernel(*of))
     engine, tokens = generated(torch.float32)
-    assert kernels_are_built(HEAD_DIM, torch.float32) and engine.target.uses_kernels and calls
+    assert kernels_are_built(HEAD_DIM, torch.float32) and engine.target.backend.uses_kernels(engine.target) and calls
     for file in built.iterdir():
         file.unlink()
     cpu_build.is_built.cache_clear()
     calls.clear()
     engine, expected = generated(torch.float32)
-    assert not engine.target.uses_kernels and not calls and tokens == expected
+    assert not engine.target.backend.uses_kernels(engine.target) and not calls and tokens == expected
 
 
 def test_weights_are_packed_for_what_is_built(built: Path) -> None:
@@ -92,13 +92,15 @@ def test_a_library_that_cannot_be_loaded_is_a_warning(built: Path, text: bytes) 
     cpu_build.is_built.cache_clear()
     with pytest.warns(UserWarning, match="cannot be loaded and is not used"):
         assert not kernels_are_built(HEAD_DIM, torch.float32)
-    assert generated(torch.float32)[0].target.uses_kernels is False
+    target = generated(torch.float32)[0].target
+    assert target.backend.uses_kernels(target) is False
 
 
 def test_without_them_nothing_runs_eagerly_by_kernels(asked_anew: None) -> None:
     sizes = (64, torch.bfloat16), (72, torch.float32), (512, torch.float32), (64, torch.float64)
     assert not any(kernels_are_built(*size) for size in sizes), "a checkout has none"
-    assert generated(torch.float32)[0].target.uses_kernels is False
+    target = generated(torch.float32)[0].target
+    assert target.backend.uses_kernels(target) is False
 
 
 def test_kernels_for_any_cpu_are_built_once_for_all_of_avx512() -> None:
