@@ -262,19 +262,19 @@ class Engine:
             for position, token in enumerate(ids[start:], start):
                 self.state.pending[0], self.state.active[0] = token, True
                 self.cache.seq_len[0] = position
-                logits = self.schedule.rounds.feed(self.state.pending[:, None], position + 1)[0][0, 0]
+                # cloned, as rounds feed tensors of inference mode: otherwise Dynamo compiles a second graph
+                logits = self.schedule.rounds.feed(self.state.pending.clone()[:, None], position + 1)[0][0, 0]
                 rows.append(self.vocabulary.whole(logits).cpu())
             self.schedule.release(0)
         return torch.stack(rows)
 
     @own_settings()
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Compile all steps on the empty cache, once; later calls return at once."""
+    def warm_up(self, params: Sequence[SamplingParams] = ()) -> None:
+        """Compile all steps on the empty cache, once; later calls return at once. params: of requests to come."""
         self._access.require_open()
-        if self._compile_seconds is None:
-            with self._access.at_work(self.schedule):
-                self._warm_up()
+        with self._access.at_work(self.schedule):
+            self._warm_up(params)
 
     # ---------------------------------------------------------------- the path
 
@@ -282,13 +282,13 @@ class Engine:
     def _run(self, waiting: Waiting, speculate: bool) -> Generator[TokenEvent, None, None]:
         """Keep the slots filled from the queue, and run rounds until every request is finished."""
         with self._access.at_work(self.schedule):
-            compile_seconds = self._warm_up()
-            self.schedule.before_captures(waiting)
+            compile_seconds = self._warm_up([request.params for request in waiting.known])
             self.schedule.stats = EngineStats(compile_seconds=compile_seconds)
             yield from self.schedule.run(waiting, speculate, self._access.require_open)
 
-    def _warm_up(self) -> float:
-        """Seconds that compiling all steps took; if they are not compiled yet, this compiles them."""
+    def _warm_up(self, params: Sequence[SamplingParams] = ()) -> float:
+        """Seconds that compiling all steps took; what such requests need and is not compiled yet, this compiles."""
         if self._compile_seconds is None:
             self._compile_seconds = warm_up(self.schedule)
+        self._compile_seconds += self.schedule.before_captures(params)
         return self._compile_seconds

@@ -6,8 +6,9 @@
     args = parser.parse_args()
     draft, engine = draft_of(args), config_of(EngineConfig, args, max_seq_len=4096)
 
-Help, allowed values and the flag's name are the field's metadata (gpt_fast_sd/config.py, policies/config.py); which policies heed a field
-of DraftConfig is said by their classes. A value that makes no sense is refused by the configuration, in its own words.
+Help, allowed values and the flag's name are the field's metadata (gpt_fast_sd/config.py and policies/config.py); which
+policies heed a field of DraftConfig is said by their classes. A value that makes no sense is refused by the
+configuration, in its own words.
 """
 
 from __future__ import annotations

@@ -19,11 +19,12 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, CacheLayer, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
+from ..acceptance import AcceptResult
 from ..bodies import CORE, Bodies
 from ..draft import Draft
 from ..prefill import Filling
 from ..quantization.quantize import drafter
-from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM
+from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM, Kind
 from ..state import BatchState, RoundPlan
 from ..steps import Runner, span
 from .config import DraftConfig
@@ -61,6 +62,12 @@ def middle_step(
     kv = make(layers, n_splits_carrier, *args, bodies=bodies)
     logits: Tensor = bodies.logits(model, tokens, pos, kv).float()
     return logits
+
+
+def judge_step(state: BatchState, logits: Tensor, kind: Kind, cheap: Draft) -> tuple[AcceptResult, Tensor | None]:
+    """Which cheap drafts the middle level keeps: its logits [B, T, V] -> the result, p [B, T, V] if any row samples."""
+    streams = {"accept": CHEAP_ACCEPT_STREAM, "own": DRAFT_STREAM}
+    return state.accept(logits, kind, cheap.tokens, cheap.q, cheap.count, **streams)
 
 
 def ahead(state: BatchState, n: Tensor) -> BatchState:
@@ -149,6 +156,7 @@ class HierarchyDraft(DraftPolicy):
         self.page: int | None = getattr(view, "page", None)
         self.refresh_every = max(view.refresh_every, cheap.refresh_every)
         self._step = target.step(middle_step, view.kv()[0])
+        self._judge = target.backend.sampling_step(judge_step)
 
     @property
     def parts(self) -> tuple[Drafts, ...]:
@@ -158,7 +166,7 @@ class HierarchyDraft(DraftPolicy):
     @property
     def graphs(self) -> int:
         """Graphs compiled so far."""
-        return super().graphs + self._step.graphs
+        return super().graphs + self._step.graphs + self._judge.graphs
 
     def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
         """Let the cheap level begin to prefill the slot, if its model has a cache of its own."""
@@ -185,9 +193,7 @@ class HierarchyDraft(DraftPolicy):
             pos = virtual.seq_len[:, None] + step  # [B, T]
             fed = torch.cat([virtual.pending[:, None], cheap.tokens], 1)  # [B, T]
             logits = self._feed(fed, pos, step_plan.n_keys + CHEAP_GAMMA)  # [B, T, V]
-            result, p = virtual.accept(
-                logits, plan.kind, cheap.tokens, cheap.q, cheap.count, accept=CHEAP_ACCEPT_STREAM, own=DRAFT_STREAM
-            )
+            result, p = self._judge(virtual, logits, plan.kind, cheap, variant=(plan.kind, cheap.q is None))
             # the first n_accepted + 1 of the T tokens and their q count, the next step overwrites the others
             own = step == result.n_accepted[:, None]  # [B, T]
             tokens = torch.where(own, result.next_token[:, None], F.pad(cheap.tokens, (0, 1)))

@@ -12,8 +12,10 @@ it from the graphs' pool if the first product on that stream is a captured one. 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -95,17 +97,31 @@ def _captured(
     part: Callable[[], Result], stream: torch.cuda.Stream, pool: _POOL_HANDLE | None
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Capture part on a stream, into a pool or (None) into one of its own."""
+    torch.cuda.current_blas_handle()  # made for each thread at its first product, which must not be a captured one
     graph = torch.cuda.CUDAGraph()
     before = torch.cuda.stream(torch.cuda.current_stream(stream.device))
     # other threads, such as NCCL's watchdog, may continue to call CUDA
     capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
     try:
-        with before, capturing:  # a capture that cannot be ended would leave its stream as the current one
+        # a capture that cannot be ended would leave its stream as the current one
+        with before, no_garbage_collection(), capturing:
             result = part()
     except BaseException:
         graph.reset()  # now, and not when the traceback is freed
         raise
     return graph, result
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Meanwhile Python frees nothing in circles: what a compiler's kernel does as it goes is forbidden in a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _replaying(graph: torch.cuda.CUDAGraph, result: Result) -> Callable[[], Result]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -45,12 +46,22 @@ class InFlightRound:
     plan: RoundPlan
     live: list[tuple[int, Request]]
     planned: bool  # whether gamma was the planner's choice
-    begun: float  # clock at the launch
     result: Tensor  # int64 [B, 2 * gamma + 5] on the host
+    begun_event: torch.cuda.Event | None = None  # recorded before anything of the round; None: its parts are timed
     done_event: torch.cuda.Event | None = None  # recorded after the copy; None: the result is there
+    host_seconds: float = 0.0  # that launching it took, if the device worked meanwhile
+    replayed: bool = False  # as a graph that was there
     timestamps: list[float] = field(default_factory=list)  # at the beginning, after the draft, after the target's step
     seen: Tensor | None = None  # fp32 [B, n_keys + gamma] on the host, rows as they began it, see Rounds.seen
     watching: float = 0.0  # seconds spent recording what the draft read
+
+    @property
+    def device_seconds(self) -> float:
+        """What it took the device, once it was read; 0 if its parts are timed on the host."""
+        if self.begun_event is None or self.done_event is None:
+            return 0.0
+        milliseconds: float = self.begun_event.elapsed_time(self.done_event)
+        return milliseconds / 1e3
 
     def read(self, wait: Wait) -> list[list[int]]:
         """Wait for the result and read it."""
@@ -86,6 +97,7 @@ class Rounds(Round):
         self._steps_held = 0  # steps in all captured rounds
         self._baked: tuple[object, ...] = ()
         self.capture_seconds = 0.0  # that captures have taken so far
+        self._told = False  # that some round cannot be captured
         self._warm: set[tuple[object, ...]] = set()
         self._pinned: list[Tensor] = []  # pinned host buffers, one per round in flight
         self._launched = 0
@@ -107,13 +119,14 @@ class Rounds(Round):
     # ---------------------------------------------------------------- rounds under way
 
     def launch(
-        self, plan: RoundPlan, live: Sequence[tuple[int, Request]], *, planned: bool, watched: bool = False
-    ) -> InFlightRound:
+        self, plan: RoundPlan, live: Sequence[tuple[int, Request]], *, planned: bool, watched: bool = False,
+        begun: torch.cuda.Event | None = None,
+    ) -> InFlightRound:  # fmt: skip
         """Start a round for the live requests.
 
-        watched: also record what the draft reads, unless the round is captured.
+        watched: also record what the draft reads, unless the round is captured. begun: see `begin`.
         """
-        round_ = InFlightRound(plan, list(live), planned, time.perf_counter(), self.state.pending)
+        round_ = InFlightRound(plan, list(live), planned, self.state.pending)
         if not self.capture:
 
             def timestamp() -> None:
@@ -126,14 +139,31 @@ class Rounds(Round):
             timestamp()
             round_.result = self.device_round(plan, timestamp).cpu()
             return round_
-        result = self._captured_round(plan)()
-        if traits_of(result.device).captures:
-            round_.result, round_.done_event = self._pinned_buffer(result), torch.cuda.Event()
+        captured = self.capture_seconds
+        replay = self._captured_round(plan)
+        round_.replayed = self.capture_seconds == captured and self.is_warm(plan.gamma, plan.kind)
+        if self.capture_seconds != captured:  # the device was idle meanwhile
+            begun = self.begin()
+        result = replay()
+        if begun is not None:
+            round_.begun_event, round_.done_event = begun, torch.cuda.Event(enable_timing=True)
+            round_.result = self._pinned_buffer(result)
             round_.result.copy_(result, non_blocking=True)
             round_.done_event.record()
         else:
             round_.result = result.clone()
         return round_
+
+    def begin(self) -> torch.cuda.Event | None:
+        """Mark on the device where a round begins, its policy's part included; None where rounds are read at once.
+
+        The device goes on while whoever consumes the tokens works: only its own clock knows how long a round took.
+        """
+        if not (self.capture and traits_of(self.target.device).captures):
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def seen(self, policy: DraftPolicy, plan: RoundPlan) -> Tensor:
         """The share of layers and kv heads that read each position in a round's last draft step: fp32 [B, S]."""
@@ -150,22 +180,27 @@ class Rounds(Round):
         place = self.replay.place.clone() if self.replay else None
         for kind in kinds:
             for gamma in gammas:
-                if (gamma, kind) not in self._warm:
+                if not self.is_warm(gamma, kind):
                     if self.policy and gamma:
                         self.policy.device_refresh(self.state, 1)
                         self._warm.add(("refresh",))
-                    self.device_round(RoundPlan(gamma=gamma, n_keys=1, kind=kind))
+                    # as a round to capture: no operator may run for the first time in one
+                    self.device_round(RoundPlan(gamma=gamma, n_keys=1, kind=kind, captured=self.capture is not None))
                     self._warm.add((gamma, kind))
         if self.replay and place is not None:  # these rounds must not advance the replay
             self.replay.place.copy_(place)
         self.synchronize()
+
+    def is_warm(self, gamma: int, kind: Kind) -> bool:
+        """Whether a round of this gamma, for rows of this kind, has been called."""
+        return (gamma, kind) in self._warm
 
     def prepared(self, part: Callable[[], Result]) -> Callable[[], Result]:
         """A part of a round in the form in which rounds run it: captured, or as it is. It is called once."""
         part()
         self.synchronize()
         capture = self.capture.passing if isinstance(self.capture, GraphPool) else self.capture
-        return capture(part) if capture else part
+        return self._captured_or_as_it_is(capture, part) if capture else part
 
     def refresh(self, plan: RoundPlan) -> int:
         """Let the policy refresh its selection before a round that drafts -> number of passes."""
@@ -193,14 +228,17 @@ class Rounds(Round):
             return lambda: self.device_round(plan)  # so that all is built when the next one is captured
         in_view = doubling(plan.n_keys + gamma, self.target.cache.capacity)
         any_rows = plan.to_capture(in_view - gamma)
-        key = (gamma, in_view, kind, self.width, self.replay)
+        # the graph of a wider kind gives the same tokens: a greedy row is one-hot, and a filter that is off keeps all
+        kinds = (kind, Kind(True, kind.filtered), Kind(True, True))
+        keys = [(gamma, in_view, one, self.width, self.replay) for one in kinds]
+        key = next((key for key in keys if key in self._captured), keys[0])
         return self._graph(key, steps_of(self.draft, gamma), lambda: self.device_round(any_rows))
 
     def _graph(self, key: tuple[object, ...], steps: int, part: Callable[[], Result]) -> Callable[[], Result]:
         """A function that replays a part of a round; captured now, unless there is a graph for this key.
 
         A new policy, configuration or way to capture frees all graphs. Apart from constants, a round reads only these
-        and the key on the host.
+        and the key on the host. A part that cannot be captured is called as it is, every time, which a warning says.
         """
         assert self.capture
         baked = self.policy, self.draft, self.capture
@@ -213,7 +251,7 @@ class Rounds(Round):
             try:
                 if self._steps_held + steps > MOST_STEPS:
                     self.forget()  # all of them, see GraphPool
-                self._captured[key] = self.capture(part)
+                self._captured[key] = self._captured_or_as_it_is(self.capture, part)
                 self._steps_held += steps
             except BaseException:
                 self.forget()  # those captured before may have lost memory that they shared with this one
@@ -221,6 +259,28 @@ class Rounds(Round):
             finally:
                 self.capture_seconds += time.perf_counter() - started
         return self._captured[key]
+
+    def _captured_or_as_it_is(
+        self, capture: Capture, part: Callable[[], Result], tries: int = 2
+    ) -> Callable[[], Result]:
+        """What replays a part of a round; where it twice cannot be captured, the part itself, as a warning says once.
+
+        What the device itself raises, and a lack of memory, are raised.
+        """
+        try:
+            return capture(part)
+        except Exception as error:
+            if not _is_of_capturing(error):
+                raise
+            self.forget()  # those captured before may have lost memory that they shared with this one
+            if tries > 1:
+                return self._captured_or_as_it_is(capture, part, tries - 1)
+            if not self._told:
+                self._told = True
+                why = str(error).strip().partition("\n")[0] or type(error).__name__
+                said = f"a round cannot be captured ({why}): its kernels are launched one by one, slower"
+                warnings.warn(said, stacklevel=2)
+            return part
 
     def forget(self) -> None:
         """Free all captured rounds, none of which may be running: they are captured again when they are needed."""
@@ -262,6 +322,17 @@ class Rounds(Round):
         if traits_of(self.target.device).captures:
             self.wait(torch.cuda.current_stream(self.target.device).record_event())
             torch.cuda.synchronize(self.target.device)
+
+
+# cudaErrorStreamCaptureUnsupported and those after it: the device goes on, the capture alone does not
+CAPTURE_ERRORS = range(900, 909)
+
+
+def _is_of_capturing(error: Exception) -> bool:
+    """Whether an error is of a capture, or of the part that was captured, and not of the device or its memory."""
+    if isinstance(error, torch.AcceleratorError):
+        return getattr(error, "error_code", None) in CAPTURE_ERRORS or "captur" in str(error)
+    return not isinstance(error, torch.OutOfMemoryError)
 
 
 def rounds_for(

@@ -8,13 +8,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.tp import Parallel
 
+from ..config import SamplingParams
 from ..policies import DraftPolicy, OwnPrefill
 from ..policies.config import gamma_tiers
 from ..prefill import Prefill
@@ -42,7 +43,6 @@ class Schedule:
         self.n_rounds = 0  # launched, in all calls
         self._follows_a_draft, self._drafted_at = False, dict[int, int]()  # see RoundPlan
         self.stats = EngineStats()
-        self._collected_at: float | None = None  # clock at the last collection, None: something else ran since
         self._chosen: int | None = None  # gamma of the next round
         self._graphs_before = 0  # at the start of the current call
         self._told = 0.0, 0.0  # decode and prefill seconds at the last call of on_round
@@ -65,12 +65,17 @@ class Schedule:
             return [0]
         return list(self.planner.tiers[::-1]) if self.planner.fixed is None else [self.planner.fixed, 0]
 
-    def before_captures(self, waiting: Waiting) -> None:
-        """Call all that these requests may run, once: nothing may be built in a capture."""
-        if self.rounds.capture:
-            kind = Kind.of([request.params for request in waiting.known])
-            some_end_before_others = [Kind(True, False)] * kind.sampled + [kind] * kind.filtered
-            self.rounds.warm_up(self.gammas, [GREEDY, *some_end_before_others])
+    def before_captures(self, params: Sequence[SamplingParams]) -> float:
+        """Call all that such requests may run, once: nothing may be built in a capture -> seconds taken."""
+        started, kind = time.perf_counter(), Kind.of(params)
+        some_end_before_others = [Kind(True, False)] * kind.sampled + [kind] * kind.filtered
+        kinds = [GREEDY, *some_end_before_others] if self.rounds.capture else []
+        new = [(gamma, one) for one in kinds for gamma in self.gammas if not self.rounds.is_warm(gamma, one)]
+        for done, (gamma, one) in enumerate(new):
+            self.tell("compile", done, len(new))
+            self.rounds.warm_up([gamma], [one])
+        self.tell("compile", len(new), len(new))
+        return time.perf_counter() - started if new else 0.0
 
     def run(self, waiting: Waiting, speculate: bool, require_open: Callable[[], None]) -> Iterator[TokenEvent]:
         """Keep the slots filled from the queue, and run rounds until every request is finished.
@@ -78,7 +83,7 @@ class Schedule:
         require_open raises if the consumer of the events has meanwhile closed the engine.
         """
         self.planner.begin()
-        self._collected_at, self._chosen, self._graphs_before = None, None, self.graphs
+        self._chosen, self._graphs_before = None, self.graphs
         self._told = 0.0, 0.0
         while not waiting.over or self.arrival or any(self.slots):
             require_open()
@@ -158,7 +163,6 @@ class Schedule:
             self.slots[slot], self.arrival = request, None
             self._drafted_at = {**self._drafted_at, slot: request.length}
         self.rounds.synchronize()
-        self._collected_at = None
         self.stats.prefill_seconds += time.perf_counter() - started
         self.tell("prefill", arrival.total - arrival.left, arrival.total)
         return filling is not None
@@ -193,6 +197,7 @@ class Schedule:
             if not (policy and policy.wants_mass and room > 0):
                 gamma = min(gamma, room)
         plan, self._follows_a_draft = plan.with_gamma(gamma), policy is not None and gamma > 0
+        begun = self.rounds.begin()
         if policy and gamma:
             policy.host_before_round(self.state, plan)
             self.rounds.refresh(plan)
@@ -200,13 +205,16 @@ class Schedule:
             self.stats.kv_bytes += policy.kv_bytes(plan)
         n_splits = splits_in_view(self.cache, self.rounds.in_view(plan.n_keys + gamma))
         self.stats.kv_bytes += len(self.slots) * n_splits * SPLIT * self.cache.bytes_per_token
-        round_ = self.rounds.launch(plan, live, planned=policy is not None, watched=self.on_round is not None)
+        watched = self.on_round is not None
+        round_ = self.rounds.launch(plan, live, planned=policy is not None, watched=watched, begun=begun)
         self.in_flight.append(round_)
         capturing = self.rounds.capture_seconds - captured
-        if capturing:  # the round before ended meanwhile, at an unknown time
-            self._collected_at = None
         self.stats.capture_seconds += capturing
-        self.stats.decode_seconds += time.perf_counter() - started - capturing - round_.watching
+        seconds = time.perf_counter() - started - capturing - round_.watching
+        if begun is None:
+            self.stats.decode_seconds += seconds
+        else:
+            round_.host_seconds = seconds
         return True
 
     def _collect_all_but(self, n: int) -> Iterator[TokenEvent]:
@@ -237,7 +245,14 @@ class Schedule:
         stats.count(gamma, [event.drafted for event in events], taken)
         stats.row_rounds += len(events)
         stats.decode_tokens += sum(len(event.tokens) for event in events)
-        stats.decode_seconds += time.perf_counter() - started
+        working = time.perf_counter() - started
+        if round_.begun_event:  # it ran while the host worked, and perhaps whoever consumes the tokens: not his time
+            device, host = round_.device_seconds, round_.host_seconds + time.perf_counter() - collected
+            working = max(device, host)
+            stats.device_seconds += device
+            if round_.planned and events:
+                self.planner.record_whole(gamma, keys_read, working if round_.replayed else None, taken)
+        stats.decode_seconds += working
         if round_.timestamps:
             begun, drafted, verified = round_.timestamps
             if gamma:
@@ -246,12 +261,6 @@ class Schedule:
             if round_.planned:
                 self.planner.record(gamma, keys_read, drafted - begun, verified - drafted, taken)
                 self.planner.record_host(gamma, time.perf_counter() - verified - round_.watching)
-        elif round_.planned and events:
-            # the wall time is this round's alone if it was queued before the previous one was collected
-            followed = self._collected_at is not None and round_.begun < self._collected_at
-            whole = collected - self._collected_at if followed and self._collected_at else None
-            self.planner.record_whole(gamma, keys_read, whole, taken)
-        self._collected_at = collected
         if self.on_round:
             self.on_round(self._round_event(round_, events))
         return events

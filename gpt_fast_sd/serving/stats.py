@@ -61,7 +61,9 @@ class EngineStats:
     prefill_seconds is the wall time of work on prompts between rounds: keys copied and computed, also those of a
     draft's own cache, which prefill_tokens leaves out. decode_seconds is that of rounds, draft_seconds and
     verify_seconds (of the target's own steps) are parts of it; host_seconds is the rest: judging, commit, text,
-    bookkeeping. The parts of a round that is one CUDA graph are not timed: both stay 0, and host_seconds has all.
+    bookkeeping. The parts of a round that is one CUDA graph are not timed: device_seconds has what it took the device,
+    by its own clock, and decode_seconds that or the host's own time for the round, whichever is more: neither knows how
+    long the consumer of the tokens takes.
     kv_bytes counts what attention reads in the rounds, for drafts and the target: every slot, to the end of the last
     split in view. rounds_by_gamma counts the rounds by how many tokens they drafted. recompiles counts graphs compiled
     during the call, compile_seconds is the time of the engine's one warm-up. capture_seconds is the time of capturing
@@ -75,6 +77,7 @@ class EngineStats:
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    device_seconds: float = 0.0
     decode_tokens: int = 0
     rounds: int = 0
     row_rounds: int = 0
@@ -116,8 +119,8 @@ class EngineStats:
 
     @property
     def host_seconds(self) -> float:
-        """The part of decode_seconds that is neither the draft's nor the target's steps."""
-        return max(0.0, self.decode_seconds - self.draft_seconds - self.verify_seconds)
+        """The part of decode_seconds that is neither the draft's nor the target's steps, nor a captured round's."""
+        return max(0.0, self.decode_seconds - self.draft_seconds - self.verify_seconds - self.device_seconds)
 
     @property
     def drafted(self) -> int:
@@ -158,8 +161,9 @@ class EngineStats:
         """JSON-ready, derived figures included."""
         names = (
             "compile_seconds capture_seconds prefill_seconds prefill_tokens prefill_tokens_per_second decode_seconds "
-            "host_seconds draft_seconds verify_seconds decode_tokens decode_tokens_per_second rounds drafted accepted "
-            "acceptance_rate tokens_per_round drafted_by_position accepted_by_position kv_bytes_per_token recompiles"
+            "host_seconds draft_seconds verify_seconds device_seconds decode_tokens decode_tokens_per_second rounds "
+            "drafted accepted acceptance_rate tokens_per_round drafted_by_position accepted_by_position "
+            "kv_bytes_per_token recompiles"
         ).split()
         return {
             **{name: getattr(self, name) for name in names},

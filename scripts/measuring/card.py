@@ -130,7 +130,10 @@ def verdict(engine: Engine, comparison: Comparison) -> list[str]:
 
 def time_split(stats: EngineStats) -> dict[str, str]:
     """The shares of decoding time, in percent."""
-    seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "host": stats.host_seconds}
+    parts = {"draft": stats.draft_seconds, "verify": stats.verify_seconds}
+    if stats.device_seconds:  # rounds were captured: nobody knows their parts
+        parts = {"rounds on the device": stats.device_seconds}
+    seconds = {**parts, "host": stats.host_seconds}
     return {part: f"{over(value, stats.decode_seconds):.0%}" for part, value in seconds.items()}
 
 

@@ -17,6 +17,7 @@ The rules, as read in torch's sources and, for reset, in the binaries of 2.11 an
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import time
 import weakref
@@ -73,6 +74,10 @@ class Cuda:
         self.landing: list[tuple[Tensor, Tensor]] = []  # copies on their way to the host
         self.events: list[str] = []
         self.slow = 0.0  # seconds that a capture takes, by the clock
+        self.work = 0.0  # seconds that the device takes for each replay, while the host goes on
+        self.free_at = 0.0  # when the device will have finished what it was given
+        self.handles = 0  # times that a cuBLAS handle was asked for, outside of any capture
+        self.capturing = False
         self.clock = 0.0  # seconds that the clock is ahead, so that no test has to wait
         self.dead: Exception | None = None  # what every call raises from now on
         self._faults: dict[str, Exception] = {}
@@ -110,6 +115,11 @@ class Cuda:
             for place, values in copies:
                 place.as_subclass(Tensor).copy_(values)
         self.landing = [copy for copy in self.landing if not any(copy is other for other in copies)]
+
+    def current_blas_handle(self) -> int:
+        assert not self.capturing, "cuBLAS makes no handle while a stream is captured"
+        self.handles += 1
+        return 1
 
     def empty_cache(self) -> None:
         for handle in [handle for handle, pool in self.pools.items() if not pool.users]:
@@ -195,12 +205,17 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         self.behind = list(self.cuda.landing)
+        self.at = max(time.perf_counter(), self.cuda.free_at)
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
         self.cuda.reach("wait")
+        self.cuda.clock += max(0.0, self.at - time.perf_counter())
         self.cuda.arrive(self.behind)
 
 
@@ -221,13 +236,17 @@ class Graph:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED: all graphs of this pool are gone")
         cuda.pools.setdefault(self.handle, Pool()).users += 1
         cuda.captures.append({"stream": self.stream, "pool": pool, "mode": capture_error_mode})
+        assert cuda.handles, "the first product of a thread makes its cuBLAS handle, which a capture must not do"
+        assert not gc.isenabled(), "a garbage collection may free what must not be freed in a capture"
         cuda.clock += cuda.slow
+        cuda.capturing = True
         self.recording = Recording()
         self.recording.__enter__()
 
     def capture_end(self) -> None:
         assert self.recording and self.cuda.current.cuda_stream == self.stream
         self.recording.__exit__()
+        self.cuda.capturing = False
         self.cuda.reach("end")
         calls = self.recording.calls
         if any(op.overloadpacket in PRODUCTS for op, *_ in calls):
@@ -242,6 +261,7 @@ class Graph:
         if self.workspace and self.workspace.freed:
             raise Corrupted("a graph is replayed whose workspace another graph took along")
         assert self.recording
+        self.cuda.free_at = max(time.perf_counter(), self.cuda.free_at) + self.cuda.work
         self.recording.replay()
 
     def reset(self) -> None:
@@ -277,6 +297,7 @@ def stand_in(rule: str) -> Iterator[Cuda]:
         "graph_pool_handle": cuda.graph_pool_handle,
         "synchronize": cuda.synchronize,
         "empty_cache": cuda.empty_cache,
+        "current_blas_handle": cuda.current_blas_handle,
     }
     torch.utils._device._device_constructors()  # keeps for good what torch.empty is at the first call
     with contextlib.ExitStack() as patches:

@@ -59,7 +59,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parallel]:
 def round_(done_event: Round) -> InFlightRound:
     """A round of one row under way."""
     plan, result = RoundPlan(gamma=0, n_keys=1), torch.tensor([[1, 0, 0, 7]])
-    return InFlightRound(plan, [], False, 0.0, result, done_event)  # type: ignore[arg-type]
+    return InFlightRound(plan, [], False, result, done_event=done_event)  # type: ignore[arg-type]
 
 
 def test_a_round_that_never_ends_ends_the_process(two_ranks: Parallel, capfd: pytest.CaptureFixture[str]) -> None:

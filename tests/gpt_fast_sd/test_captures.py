@@ -1,0 +1,290 @@
+"""What a capture must not meet, what its seconds are, and what happens where there is none: over the stand-in."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.fast.compile import CompiledStep
+from gpt_fast_sd.fast.devices import TRAITS
+from gpt_fast_sd.sampling import GREEDY, Kind
+from gpt_fast_sd.state import RoundPlan
+from measuring.card import time_split
+from tests.drafts import draft_of
+from tests.gpuless.pools import RULES, Cuda, stand_in
+from tests.helpers import random_ids, tiny_config, tiny_model
+
+PROMPTS = [random_ids(n, seed=n) for n in (100, 1, 300)]
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+KINDS = [GREEDY, Kind(True, False), Kind(True, True)]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    """Engines on the CPU capture."""
+    gc.collect()
+    monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cpu"], captures=True))
+    with stand_in(RULES[-1]) as cuda:
+        yield cuda
+
+
+def engine(policy: str = "streaming", *, gamma: int | str = 2, **changes: Any) -> Engine:
+    config = {"batch_size": 3, "max_seq_len": 700, "device": "cpu", "dtype": "fp32", "compile": False} | changes
+    draft = dataclasses.replace(draft_of(policy, budget=96), gamma=gamma)
+    small = tiny_model(tiny_config(n_layers=1), seed=1) if draft.draft_model else None
+    return Engine(tiny_model(tiny_config(n_layers=2)), None, EngineConfig(**config), draft, small)
+
+
+def tokens(one: Engine, params: SamplingParams = PARAMS) -> list[list[int]]:
+    return [completion.tokens for completion in one.generate(PROMPTS, params)]
+
+
+# ---- what must not happen in a capture -------------------------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    """Which operators ran, and over how many tensors of which dtypes and dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[Any, ...]] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kinds = tuple((a.dtype, a.dim()) for a in args if isinstance(a, torch.Tensor))
+        if not op.is_view:  # a view runs no kernel
+            self.seen.add((op, kinds))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", ["streaming", "guided", "snapkv", "quest", "lookup", "early_exit", "hierarchy"])
+def test_no_operator_runs_for_the_first_time_in_a_capture(policy: str, cuda: Cuda) -> None:
+    """A kernel is loaded when it first runs, which CUDA does not promise to do while a stream is captured."""
+    one, plan = engine(policy), RoundPlan(gamma=2, n_keys=510, captured=True)
+    with torch.inference_mode():
+        with Operators() as before:
+            one.schedule.rounds.warm_up([2], KINDS)
+        for kind in KINDS:
+            with Operators() as captured:
+                one.schedule.rounds.device_round(dataclasses.replace(plan, kind=kind))
+            assert captured.seen and captured.seen <= before.seen
+
+
+def test_a_capture_collects_no_garbage_and_leaves_the_collector_as_it_was(cuda: Cuda) -> None:
+    one = engine()  # that none is collected within, and that cuBLAS has a handle, the stand-in asserts
+    assert tokens(one) and cuda.captures and gc.isenabled() and cuda.handles
+    gc.disable()
+    try:
+        one.schedule.rounds.forget()
+        assert tokens(one) and not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("policy", ["streaming", "guided", "snapkv", "hierarchy"])
+def test_a_captured_plan_compiles_nothing_that_a_warm_up_has_not(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo's work in a capture would be a failure, not a delay: compiled rounds, as on CUDA, over each view."""
+    monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cuda"], captures=False))
+    monkeypatch.setattr(CompiledStep, "_inductor", lambda step, graph, inputs: graph.forward)  # traced, not built
+    one = engine(policy, gamma=2, compile=True, max_seq_len=1500)
+    one.warm_up()
+    rounds, policy_ = one.schedule.rounds, one.policy
+    assert policy_
+    with torch.inference_mode():
+        rounds.warm_up(one.schedule.gammas, KINDS)
+        before = rounds.graphs + policy_.graphs
+        one.state.active.fill_(True)
+        one.state.remaining.fill_(1000)
+        for kind in KINDS:
+            one.state.table.temperature.fill_(0.8 if kind.sampled else 0.0)
+            one.state.table.top_k.fill_(20 if kind.filtered else one.state.vocab_size)
+            for gamma in one.schedule.gammas:
+                for in_view in (512, 1024, one.cache.capacity):
+                    one.cache.seq_len.fill_(300)
+                    plan = RoundPlan(gamma=gamma, n_keys=in_view - gamma, kind=kind, captured=True)
+                    rounds.device_round(plan)
+    assert rounds.graphs + policy_.graphs == before > 0
+
+
+def test_logits_are_of_the_graph_that_rounds_have_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cuda"], captures=False))
+    monkeypatch.setattr(CompiledStep, "_inductor", lambda step, graph, inputs: graph.forward)
+    one = engine("off", compile=True)
+    tokens(one)
+    decode = one.schedule.rounds.decode
+    before = decode.graphs
+    one.logits(PROMPTS[0], last=1)
+    assert decode.graphs == before > 0
+
+
+# ---- seconds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("consumer", [0.0, 0.005, 0.02])
+def test_a_consumer_that_works_between_rounds_makes_no_tokens_faster(
+    consumer: float, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device goes on meanwhile: 10 ms of its clock are 10 ms, however long anybody prints."""
+    one = engine(gamma=2)
+    tokens(one, dataclasses.replace(PARAMS, max_tokens=40))  # all that has to be captured is
+    cuda.work = 0.01
+    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)  # the host itself takes no time
+    for _ in one.stream(PROMPTS, dataclasses.replace(PARAMS, max_tokens=40)):
+        cuda.clock += consumer
+    stats = one.stats
+    assert stats.device_seconds == pytest.approx(0.01 * stats.rounds) and stats.rounds > 10
+    assert stats.decode_seconds == pytest.approx(stats.device_seconds) and stats.host_seconds == pytest.approx(0)
+    assert stats.capture_seconds == 0 and stats.as_dict()["device_seconds"] == stats.device_seconds
+
+
+def test_a_slow_host_is_charged_where_the_device_waits_for_it(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine(gamma=2)
+    tokens(one)
+    cuda.work, launch = 0.01, one.schedule.rounds.launch
+
+    def slowly(*args: Any, **how: Any) -> Any:
+        cuda.clock += 0.03
+        return launch(*args, **how)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
+    monkeypatch.setattr(one.schedule.rounds, "launch", slowly)
+    tokens(one)
+    assert one.stats.decode_seconds == pytest.approx(one.stats.rounds * 0.03, rel=0.4)
+    assert one.stats.decode_seconds >= one.stats.rounds * 0.03
+
+
+def test_the_planner_learns_what_the_device_took_and_nothing_of_captures(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, learned = engine(gamma="auto"), list[float | None]()
+    one.warm_up()
+    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: 1)
+    monkeypatch.setattr(one.schedule.planner, "record_whole", lambda *args: learned.append(args[2]))
+    cuda.work, cuda.slow = 0.01, 1000.0
+    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
+    for _ in one.stream(PROMPTS, dataclasses.replace(PARAMS, max_tokens=30)):
+        cuda.clock += 0.1
+    known = [seconds for seconds in learned if seconds is not None]
+    assert None in learned and len(known) > 5 and known == pytest.approx([0.01] * len(known))
+
+
+def test_the_card_names_no_parts_of_rounds_that_nobody_timed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    cuda.work = 0.01
+    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
+    tokens(one)
+    assert time_split(one.stats) == {"rounds on the device": "100%", "host": "0%"}
+
+
+# ---- where a capture is refused --------------------------------------------------------------------------------------
+
+
+class ReadsTheHost(Exception):
+    """What a part raises that needs a value in a capture."""
+
+
+def unlucky(error: Exception, cuda: Cuda, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """Captures end with the error so many times; what is returned counts them."""
+    left = [times]
+    reach = cuda.reach
+
+    def reached(at: str) -> None:
+        if at == "end" and left[0]:
+            left[0] -= 1
+            raise error
+        reach(at)
+
+    monkeypatch.setattr(cuda, "reach", reached)
+    return left
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ReadsTheHost("a value was read"),
+        RuntimeError("operation not permitted"),
+        torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"),
+    ],
+)
+def test_a_round_that_cannot_be_captured_runs_as_it_is_and_says_so_once(
+    error: Exception, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = engine(), engine()
+    expected = tokens(one)
+    left = unlucky(error, cuda, monkeypatch, 1000)
+    with pytest.warns(UserWarning, match="cannot be captured") as said:
+        assert tokens(other) == expected
+    assert len(said) == 1 and str(error).split("\n")[0] in str(said[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tokens(other) == expected
+    assert left[0] < 1000 and other.stats.rounds
+
+
+def test_a_capture_that_failed_once_is_tried_again(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    expected = tokens(one)
+    one.schedule.rounds.forget()
+    unlucky(ReadsTheHost("once"), cuda, monkeypatch, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tokens(one) == expected
+    assert cuda.graphs
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), torch.AcceleratorError("CUDA error: lost")])
+def test_what_the_device_raises_in_a_capture_is_raised(
+    error: Exception, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+    one.warm_up()
+    unlucky(error, cuda, monkeypatch, 1)
+    with pytest.raises(type(error), match=str(error)):
+        tokens(one)
+
+
+# ---- which graph serves ----------------------------------------------------------------------------------------------
+
+
+def test_a_graph_of_a_wider_kind_serves_a_narrower_batch(cuda: Cuda) -> None:
+    sampled = dataclasses.replace(PARAMS, temperature=0.9, seed=3)
+    filtered = dataclasses.replace(sampled, top_k=20)
+    one, other = engine(), engine()
+    expected = [tokens(other, params) for params in (PARAMS, sampled, filtered)]
+    one.warm_up([filtered])
+    tokens(one, filtered)  # all three kinds are called, and graphs of rows that filter are captured
+    before = len(cuda.captures)
+    one.schedule.rounds._captured = {k: v for k, v in one.schedule.rounds._captured.items() if k[2] == KINDS[2]}
+    assert [tokens(one, params) for params in (PARAMS, sampled, filtered)] == expected
+    assert len(cuda.captures) == before
+
+
+def test_kinds_that_are_known_are_compiled_before_and_shown_as_progress(cuda: Cuda) -> None:
+    one, told = engine(), list[tuple[str, int, int]]()
+    one.on_progress = lambda *args: told.append(args)
+    one.warm_up([dataclasses.replace(PARAMS, temperature=0.9, top_p=0.9)])
+    kinds = [(what, done, of) for what, done, of in told if what == "compile"]
+    assert kinds[-5:] == [("compile", i, 4) for i in range(5)]  # two gammas, of rows that sample and that filter
+    assert all(one.schedule.rounds.is_warm(gamma, kind) for gamma in (2, 0) for kind in KINDS)
+    told.clear()
+    one.warm_up([PARAMS])
+    assert told == []
+
+
+def test_seconds_of_compiling_include_those_of_kinds_that_came_later(cuda: Cuda) -> None:
+    one = engine()
+    tokens(one)
+    first = one.stats.compile_seconds
+    started = time.perf_counter()
+    tokens(one, dataclasses.replace(PARAMS, temperature=0.9))
+    assert first < one.stats.compile_seconds < first + time.perf_counter() - started
+    tokens(one)
+    assert one.stats.compile_seconds > first
