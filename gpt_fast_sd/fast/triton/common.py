@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from gpt_fast_sd.model import CacheLayer
 
@@ -104,21 +105,24 @@ def row_limits(p_pos, o_t, m_r, n_keys, stride_t):
 
 
 @triton.jit
-def widen(b_x, dtype: tl.constexpr):
-    """Entries of the cache in the dtype of the queries, which holds them exactly."""
+def widen(b_x, dtype: tl.constexpr, ROWS: tl.constexpr = 0):
+    """Entries of the cache in the dtype of the queries, which holds them exactly. ROWS: of the product's tile."""
     # As impure the assembler stays where entries arrive, before they are laid out for products. Else keys are read from
-    # shared memory by twos and values one by one: 870 instead of 610 instructions per block of 64 keys.
+    # shared memory by twos and values one by one: 870 instead of 610 instructions per block of 64 keys. Where products
+    # of 64 rows and more go to tensor memory (sm_100 to sm_110) Triton builds no loop with an impure part, which it
+    # cannot predicate, and a pure one is as short.
+    PURE: tl.constexpr = ROWS >= 64 and cuda_capability_geq(10) and not cuda_capability_geq(12)
     if b_x.dtype == tl.int8 and dtype == tl.bfloat16 and not INTERPRETED:
-        b_wide = tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [b_x], tl.bfloat16, False, 4)
+        b_wide = tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [b_x], tl.bfloat16, PURE, 4)
     elif b_x.dtype == tl.int8 and dtype == tl.float16 and not INTERPRETED:
-        b_wide = tl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [b_x], tl.float16, False, 4)
+        b_wide = tl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [b_x], tl.float16, PURE, 4)
     else:
         b_wide = b_x.to(dtype)
     return b_wide
 
 
 @triton.jit
-def load_planes(p_up, p_low, m_load, m_whole, dtype: tl.constexpr, TAIL: tl.constexpr):
+def load_planes(p_up, p_low, m_load, m_whole, dtype: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr = 0):
     """The first and the second half of heads out of the planes that hold them, in the dtype of the queries, exactly.
 
     With a TAIL the lower plane is read of entries m_whole alone; others are as if its nibbles were 7, half too small.
@@ -130,7 +134,8 @@ def load_planes(p_up, p_low, m_load, m_whole, dtype: tl.constexpr, TAIL: tl.cons
         b_low = tl.load(p_low, mask=m_load, other=0)
     b_first = ((b_up << 4) | (b_low & 0x0F)) ^ 0x80
     b_second = ((b_up & 0xF0) | (b_low >> 4)) ^ 0x80
-    return widen(b_first.to(tl.int8, bitcast=True), dtype), widen(b_second.to(tl.int8, bitcast=True), dtype)
+    b_first, b_second = b_first.to(tl.int8, bitcast=True), b_second.to(tl.int8, bitcast=True)
+    return widen(b_first, dtype, ROWS), widen(b_second, dtype, ROWS)
 
 
 @triton.jit

@@ -183,7 +183,7 @@ def split_kernel(
             m_whole = o_j >= whole_from if TAIL else o_j >= 0
             # [BLOCK_N, BLOCK_H]
             o_plane = j * HELD + o_block
-            b_k, b_k2 = load_planes(p_k + o_plane, p_k_low + o_plane, m_block, m_whole, b_q.dtype, TAIL)
+            b_k, b_k2 = load_planes(p_k + o_plane, p_k_low + o_plane, m_block, m_whole, b_q.dtype, TAIL, BLOCK_R)
             # [BLOCK_R, BLOCK_N]
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
             b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
@@ -191,7 +191,7 @@ def split_kernel(
                 b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_half[:, None]
         else:
             # [BLOCK_N, BLOCK_H]
-            b_k = widen(tl.load(p_k + j * H + o_block, mask=m_block, other=0.0), b_q.dtype)
+            b_k = widen(tl.load(p_k + j * H + o_block, mask=m_block, other=0.0), b_q.dtype, BLOCK_R)
             # [BLOCK_R, BLOCK_N]
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if FORMAT % 2 == 1:
@@ -224,12 +224,12 @@ def split_kernel(
             b_halves = b_halves * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
         if FORMAT == 3:
             # [BLOCK_N, BLOCK_H]
-            b_v, b_v2 = load_planes(p_v + o_plane, p_v_low + o_plane, m_block, m_whole, b_q.dtype, TAIL)
+            b_v, b_v2 = load_planes(p_v + o_plane, p_v_low + o_plane, m_block, m_whole, b_q.dtype, TAIL, BLOCK_R)
             # [BLOCK_R, BLOCK_H]
             b_out2 = tl.dot(b_w.to(b_v.dtype), b_v2, b_out2 * b_shrink[:, None], input_precision="ieee")
         else:
             # [BLOCK_N, BLOCK_H]
-            b_v = widen(tl.load(p_v + j * H + o_block, mask=m_block, other=0.0), b_q.dtype)
+            b_v = widen(tl.load(p_v + j * H + o_block, mask=m_block, other=0.0), b_q.dtype, BLOCK_R)
         # [BLOCK_R, BLOCK_H]
         b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
 

@@ -80,7 +80,7 @@ def linear_kernel(
         m_k = o_k < n_in - i_k
         b_w = tl.load(p_w + i_k, mask=m_k[None, :], other=0)
         b_x = tl.load(p_x + i_k, mask=m_k[:, None] & m_m[None, :], other=0.0)
-        b_sum = tl.dot(widen(b_w, b_x.dtype), b_x, b_sum, input_precision="ieee")
+        b_sum = tl.dot(widen(b_w, b_x.dtype, BLOCK_N), b_x, b_sum, input_precision="ieee")
     b_out = b_sum * tl.load(p_scale + o_n, mask=m_n, other=0.0)[:, None]
     if p_bias is not None:
         b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]

@@ -94,7 +94,7 @@ def read_block(
     if FORMAT == 3:
         m_block = (o_j <= last)[:, None] & (o_h < H)[None, :]
         m_whole = o_j >= whole_from
-        b_k, b_k2 = load_planes(p_k + o_block, p_k_low + o_block, m_block, m_whole, b_q.dtype, TAIL)
+        b_k, b_k2 = load_planes(p_k + o_block, p_k_low + o_block, m_block, m_whole, b_q.dtype, TAIL, b_q.shape[0])
     elif MASKED:  # memory past the last key may hold NaN, and 0 * NaN is not 0
         m_block = (o_j <= last)[:, None] & (o_h < H)[None, :]
         b_k = tl.load(p_k + o_block, mask=m_block, other=0.0)
@@ -103,7 +103,7 @@ def read_block(
     else:
         b_k = tl.load(p_k + o_block, mask=(o_h < H)[None, :], other=0.0)
     # [BLOCK_R, BLOCK_N]
-    b_s = tl.dot(b_q, tl.trans(widen(b_k, b_q.dtype)), input_precision="ieee")
+    b_s = tl.dot(b_q, tl.trans(widen(b_k, b_q.dtype, b_q.shape[0])), input_precision="ieee")
     if FORMAT == 3:
         b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
     if TAIL:
@@ -123,7 +123,7 @@ def read_block(
     if TAIL:
         b_halves = b_halves * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
     if FORMAT == 3:
-        b_v, b_v2 = load_planes(p_v + o_block, p_v_low + o_block, m_block, m_whole, b_q.dtype, TAIL)
+        b_v, b_v2 = load_planes(p_v + o_block, p_v_low + o_block, m_block, m_whole, b_q.dtype, TAIL, b_q.shape[0])
         # [BLOCK_R, BLOCK_H]
         b_out2 = tl.dot(b_w.to(b_q.dtype), b_v2, b_out2 * b_shrink[:, None], input_precision="ieee")
     elif MASKED:
@@ -133,7 +133,9 @@ def read_block(
     else:
         b_v = tl.load(p_v + o_block, mask=(o_h < H)[None, :], other=0.0)
     # [BLOCK_R, BLOCK_H]
-    b_out = tl.dot(b_w.to(b_q.dtype), widen(b_v, b_q.dtype), b_out * b_shrink[:, None], input_precision="ieee")
+    b_out = tl.dot(
+        b_w.to(b_q.dtype), widen(b_v, b_q.dtype, b_q.shape[0]), b_out * b_shrink[:, None], input_precision="ieee"
+    )
     return b_out, b_out2, b_halves, b_new, b_total
 
 

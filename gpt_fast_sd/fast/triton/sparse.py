@@ -156,14 +156,14 @@ def chunk_kernel(
         # Unseen entries may be NaN, and 0 * NaN is not 0.
         if FORMAT == 3:
             m_whole = b_entry >= whole_from if TAIL else m_n
-            b_k, b_k2 = load_planes(p_k + o_kv, p_k_low + o_kv, m_kv, m_whole, b_q.dtype, TAIL)
+            b_k, b_k2 = load_planes(p_k + o_kv, p_k_low + o_kv, m_kv, m_whole, b_q.dtype, TAIL, BLOCK_R)
             # [BLOCK_R, BLOCK_N]
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
             b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
             if TAIL:
                 b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_half[:, None]
         else:
-            b_k = widen(tl.load(p_k + o_kv, mask=m_kv, other=0.0), b_q.dtype)
+            b_k = widen(tl.load(p_k + o_kv, mask=m_kv, other=0.0), b_q.dtype, BLOCK_R)
             # [BLOCK_R, BLOCK_N]
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if FORMAT % 2 == 1:
@@ -182,12 +182,12 @@ def chunk_kernel(
             b_halves = b_halves * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
         if FORMAT == 3:
             # [BLOCK_N, BLOCK_H]
-            b_v, b_v2 = load_planes(p_v + o_kv, p_v_low + o_kv, m_kv, m_whole, b_q.dtype, TAIL)
+            b_v, b_v2 = load_planes(p_v + o_kv, p_v_low + o_kv, m_kv, m_whole, b_q.dtype, TAIL, BLOCK_R)
             # [BLOCK_R, BLOCK_H]
             b_out2 = tl.dot(b_w.to(b_v.dtype), b_v2, b_out2 * b_shrink[:, None], input_precision="ieee")
         else:
             # [BLOCK_N, BLOCK_H]
-            b_v = widen(tl.load(p_v + o_kv, mask=m_kv, other=0.0), b_q.dtype)
+            b_v = widen(tl.load(p_v + o_kv, mask=m_kv, other=0.0), b_q.dtype, BLOCK_R)
         # [BLOCK_R, BLOCK_H]
         b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
 
