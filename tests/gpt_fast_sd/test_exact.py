@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import SamplingParams, round
+from gpt_fast_sd import SamplingParams
+from gpt_fast_sd import round as rounds_of
 from gpt_fast_sd.fast import cpu_attention_fits
 from gpt_fast_sd.fast.compile import CompiledStep
 from gpt_fast_sd.model import FORMATS, ModelConfig
@@ -184,7 +185,7 @@ def test_what_a_library_sums_runs_on_one_thread(
 ) -> None:
     """Weights of another dtype, heads that no kernel serves, and a width that the products' blocks do not divide."""
     on = set[int]()
-    ahead(monkeypatch, round, "decode_step", lambda *_: on.add(torch.get_num_threads()))
+    ahead(monkeypatch, rounds_of, "decode_step", lambda *_: on.add(torch.get_num_threads()))
     one = Watched("off", dtype=dtype, config=config)
     torch.set_num_threads(3)
     one.run(PROMPTS[:1], PARAMS[0])

@@ -141,6 +141,7 @@ def test_a_stream_left_with_a_prompt_half_filled_leaves_the_engine_as_good_as_ne
         next(stream)
     stream.close()  # between two chunks of a prompt
     assert one.schedule.arrival is None and not any(one.schedule.slots) and not one.state.active.any()
+    assert not one.schedule.in_flight
     assert int(one.cache.seq_len.max()) < one.config.max_seq_len
     assert told(one.generate(PROMPTS, PARAMS)) == expected
 
