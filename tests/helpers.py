@@ -8,7 +8,7 @@ Shapes: T tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import SamplingParams
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import FORMATS, CacheFormat, CausalSelf, ModelConfig, Transformer
 from gpt_fast_sd.sampling import SamplingTable
 
@@ -77,6 +77,15 @@ def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: torch
     return model.to(dtype).eval().requires_grad_(False)
 
 
+def tiny_engine(
+    draft: DraftConfig | None = None, draft_model: Transformer | None = None, *, model: Transformer | None = None,
+    tokenizer: Any = None, parallel: Any = None, **settings: Any,
+) -> Engine:  # fmt: skip
+    """An eager engine of 2 slots of 512 tokens on the CPU, around the tiny model unless another is given."""
+    wanted: dict[str, Any] = {"batch_size": 2, "max_seq_len": 512, "device": "cpu", "compile": False} | settings
+    return Engine(model or tiny_model(), tokenizer, EngineConfig(**wanted), draft, draft_model, parallel=parallel)
+
+
 def random_transformers_model(family: str, **fields: Any) -> Any:
     """A random model of transformers; biases and norm weights, which it starts at 0 and 1, are random too."""
     transformers = pytest.importorskip("transformers")
@@ -96,6 +105,17 @@ def random_transformers_model(family: str, **fields: Any) -> Any:
 def random_ids(n: int, *, seed: int = 0, vocab_size: int = 256) -> list[int]:
     """n token ids, the same for the same seed."""
     return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def ahead(patch: pytest.MonkeyPatch, owner: Any, name: str, do: Callable[..., object]) -> None:
+    """Let this be done with its arguments ahead of each call of a method."""
+    real = getattr(owner, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        do(*args, **kwargs)
+        return real(*args, **kwargs)
+
+    patch.setattr(owner, name, method)
 
 
 @torch.inference_mode()

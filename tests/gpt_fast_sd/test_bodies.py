@@ -7,7 +7,6 @@ import functools
 import shutil
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,15 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.nn.modules.module import register_module_forward_hook
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, acceptance
+from gpt_fast_sd import DraftConfig, Engine, SamplingParams, acceptance
 from gpt_fast_sd.bodies import CORE, Bodies
 from gpt_fast_sd.fast import choose, marks
-from gpt_fast_sd.fast.compile import can_compile
 from gpt_fast_sd.fast.cpu.fused_layers import fuses
 from gpt_fast_sd.model import CacheFormat
 from gpt_fast_sd.model.llama import Block, FeedForward
 from gpt_fast_sd.steps import Step
 from gpt_fast_sd.tp import collectives
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import random_ids, tiny_config, tiny_engine, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKED = tiny_config(vocab_size=256, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=128)
@@ -35,16 +33,8 @@ CPU = torch.device("cpu")
 
 def engine(**changes: Any) -> Engine:
     """An engine in bf16 whose layers run in one call where a compiler is there."""
-    config = EngineConfig(batch_size=2, max_seq_len=300, device="cpu", dtype="bf16", **changes)
-    draft = DraftConfig(policy="streaming", budget=64, gamma=3)
-    return Engine(tiny_model(PACKED, dtype=torch.bfloat16), None, config, draft)
-
-
-@pytest.fixture
-def a_compiler() -> None:
-    with warnings.catch_warnings(record=True):
-        if not can_compile(CPU):
-            pytest.skip("there is no C++ compiler")
+    draft, model = DraftConfig(policy="streaming", budget=64, gamma=3), tiny_model(PACKED, dtype=torch.bfloat16)
+    return tiny_engine(draft, model=model, **{"max_seq_len": 300, "compile": True} | changes)
 
 
 def test_every_body_stands_for_the_core_as_it_is() -> None:
@@ -122,11 +112,9 @@ def test_the_reference_runs_the_core_as_it_is_written_in_the_same_dtype() -> Non
         if name != "names"
     )
     assert one.target.bodies.about == "the core as it is written"
-    tokens = [c.tokens for c in one.generate([random_ids(90)], SamplingParams(max_tokens=9))]
-    plain = engine(bodies="reference", compile=False).generate(
-        [random_ids(90)], SamplingParams(max_tokens=9), speculate=False
-    )
-    assert len(tokens[0]) == 9 and tokens[0] == plain[0].tokens
+    prompts, params = [random_ids(90)], SamplingParams(max_tokens=9)
+    spoken, plain = (one.generate(prompts, params, speculate=drafts)[0].tokens for drafts in (True, False))
+    assert len(spoken) == 9 and spoken == plain
 
 
 def test_wrappers_objects_and_other_functions_in_a_place_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +131,13 @@ def test_wrappers_objects_and_other_functions_in_a_place_are_seen(monkeypatch: p
 
 def test_an_edit_reaches_a_model_that_an_engine_has_laid_out(a_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(PACKED, dtype=torch.bfloat16)
-    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="bf16")
-    Engine(model, None, config)
+    tiny_engine(model=model, compile=True)
     monkeypatch.setattr(FeedForward, "forward", lambda self, x: x)
     with pytest.warns(UserWarning, match=r"^model\.llama\.FeedForward\.forward was edited: feed-forward layers as"):
-        Engine(model, None, config)
+        tiny_engine(model=model, compile=True)
     assert {type(m) for m in model.modules() if isinstance(m, FeedForward)} == {FeedForward}
     with pytest.raises(ValueError, match="bodies 'reference' needs plain weights"):
-        Engine(model, None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", bodies="reference"))
+        tiny_engine(model=model, compile=True, bodies="reference")
     one, packed = engine(bodies="reference", compile=False), DraftConfig(policy="standalone", draft_model="given")
     with pytest.raises(ValueError, match="bodies 'reference' needs plain weights"):
         one.redraft(packed, model)
@@ -214,13 +201,6 @@ def body_of(root: Path, name: str) -> tuple[Path, int, int]:
     return path, first.lineno, first.col_offset
 
 
-def copy_of(root: Path, into: Path) -> Path:
-    """The package and its rooms, links and all."""
-    for room in ("gpt_fast_sd", "model", "tp"):
-        shutil.copytree(root / room, into / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    return into
-
-
 RUN = """
 import sys, warnings, torch
 torch.set_num_threads(1)
@@ -251,12 +231,13 @@ except RuntimeError as error:
 @pytest.mark.parametrize("name", sorted(USED))
 def test_an_edit_in_a_copy_takes_effect_and_is_announced(name: str, tmp_path: Path, a_compiler: None) -> None:
     """As somebody would try it: a line in a function of the core, with everything on its default."""
-    root = copy_of(ROOT, tmp_path)
-    path, line, indent = body_of(root, name)
+    for room in ("gpt_fast_sd", "model", "tp"):  # links and all
+        shutil.copytree(ROOT / room, tmp_path / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    path, line, indent = body_of(tmp_path, name)
     lines = path.read_text(encoding="utf-8").split("\n")
     lines.insert(line - 1, " " * indent + PLANT)
     path.write_text("\n".join(lines), encoding="utf-8")
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=root, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "the edit runs", done.stderr[-2000:]
     where = name.replace(":", ".").removeprefix("gpt_fast_sd.")
     # of a small vocabulary no body stands in for the whole of probabilities

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import gpt_fast_sd.loading.prepare
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, SamplingParams
 from gpt_fast_sd.draft import draft_step
 from gpt_fast_sd.fast.compile import CompiledStep
 from gpt_fast_sd.fast.compile_one_layer import _alike
@@ -25,7 +25,7 @@ from gpt_fast_sd.quantization.quantize import quantize
 from gpt_fast_sd.round import decode_step
 from gpt_fast_sd.steps import Runner, Step, span, varying
 from tests.gpt_fast_sd.fast.references import as_on_cuda
-from tests.helpers import few, random_ids, tiny_config, tiny_model
+from tests.helpers import ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 SLOTS, CAPACITY = 2, 600
 CPU = torch.device("cpu")
@@ -108,27 +108,15 @@ def test_a_step_gives_what_the_step_over_all_layers_gives(name: str, n_layers: i
     assert len(parts) == (2 if (name, n_layers) == ("prefill", 1) else 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["verify mass", "prefill", "draft quest"])
-def test_what_is_compiled_does_not_grow_with_the_layers(name: str, parts: Parts) -> None:
-    counts = []
-    for n_layers in (2, 9):
-        check_equal(name, tiny_model(tiny_config(n_layers=n_layers)), tolerance=1e-2)
-        counts.append([sum(node.op.startswith("call") for node in part.graph.nodes) for part in parts])
-        parts.clear()
-    assert counts[0] == counts[1]
-
-
 def test_engines_of_few_and_many_layers_compile_as_many_nodes(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiling takes, without a clock: it was minutes for 32 layers, and is as long as for two."""
     monkeypatch.setattr(gpt_fast_sd.loading.prepare, "can_compile", lambda device: True)
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
     as_on_cuda(monkeypatch)
-    config = EngineConfig(batch_size=2, max_seq_len=300, device="cpu", dtype="fp32")
     found = []
     for n_layers in (2, 32):
-        model = tiny_model(tiny_config(n_layers=n_layers))
-        one = Engine(model, None, config, DraftConfig(policy="guided", budget=48, gamma=3))
+        model, draft = tiny_model(tiny_config(n_layers=n_layers)), DraftConfig(policy="guided", budget=48, gamma=3)
+        one = tiny_engine(draft, model=model, max_seq_len=300, compile=True)
         one.warm_up()
         n_nodes = sum(node.op.startswith("call") for part in parts for node in part.graph.nodes)
         found.append((one.schedule.graphs, len(parts), n_nodes))
@@ -190,24 +178,16 @@ def test_a_step_serves_one_model_after_another_and_weights_that_take_the_place_o
         torch.testing.assert_close(step(model, *args)[0], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_steps_are_warmed_up_with_the_most_drafts_first() -> None:
+def test_steps_are_warmed_up_with_the_most_drafts_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """What serves several widths is built for the first that it meets."""
-    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="fp32", compile=False)
-    one, seen = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24)), list[int]()
-    feed = one.schedule.rounds.feed
-
-    def noting(tokens: Tensor, n_keys: int) -> Any:
-        seen.append(tokens.shape[1])
-        return feed(tokens, n_keys)
-
-    one.schedule.rounds.feed = noting  # type: ignore[method-assign]
+    one, seen = tiny_engine(DraftConfig(policy="streaming", budget=24)), list[int]()
+    ahead(monkeypatch, one.schedule.rounds, "feed", lambda tokens, n_keys: seen.append(tokens.shape[1]))
     one.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
     assert seen[0] == max(seen) == 9
 
 
 def test_what_compiles_is_told_step_by_step() -> None:
-    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="fp32", compile=False)
-    one, told = Engine(tiny_model(), None, config), list[tuple[str, int, int]]()
+    one, told = tiny_engine(), list[tuple[str, int, int]]()
     one.on_progress = lambda *what: told.append(what)
     one.warm_up()
     assert told[0][1] == 0 and told[-1][1] == told[-1][2] == len(told) - 1
@@ -216,8 +196,7 @@ def test_what_compiles_is_told_step_by_step() -> None:
 
 def test_an_engine_that_is_gone_leaves_nothing_behind(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt_fast_sd.loading.prepare, "can_compile", lambda device: True)
-    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="fp32")
-    one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24, gamma=2))
+    one = tiny_engine(DraftConfig(policy="streaming", budget=24, gamma=2), compile=True)
     one.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     left = [weakref.ref(x) for x in (one.model.layers[0].attention.wqkv.weight, one.cache.layers[0].k, one.policy)]
     del one
@@ -227,8 +206,7 @@ def test_an_engine_that_is_gone_leaves_nothing_behind(parts: Parts, monkeypatch:
 
 @pytest.mark.parametrize("cheap", ["lookup", "standalone"])
 def test_timing_steps_leaves_the_prompts_alone_that_slots_hold(cheap: str) -> None:
-    config = EngineConfig(batch_size=1, max_seq_len=900, device="cpu", dtype="fp32", compile=False)
-    one, prompt, params = Engine(tiny_model(), None, config), random_ids(600), SamplingParams(max_tokens=9)
+    one, prompt, params = tiny_engine(batch_size=1, max_seq_len=900), random_ids(600), SamplingParams(max_tokens=9)
     expected = one.generate([prompt], params)[0].tokens
     before = [buffer[:, :, :599].clone() for buffer in one.cache.buffers]
     theirs = tiny_model(tiny_config(n_layers=1), seed=1) if cheap == "standalone" else None

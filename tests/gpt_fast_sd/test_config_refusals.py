@@ -70,7 +70,7 @@ def test_nonsense_is_refused_by_name(config: type, fields: dict[str, Any]) -> No
         ({"policy": "hierarchy", "draft_model": "m"}, "draft_model is for .* got 'hierarchy'"),  # lookup drafts for it
         *(
             ({"policy": policy, "view": "streaming"}, f"view is for .*; policy '{policy}' is its own")
-            for policy in ("off", "full", "streaming", "snapkv", "quest", "guided", "lookup")
+            for policy in ("off", "full", "streaming", "snapkv", "quest", "guided", "lookup", "quantized")
         ),
         ({"policy": "early_exit", "view": "all"}, "view must be one of .*, got 'all'"),
         ({"policy": "standalone", "draft_model": "m", "view": "guided"}, "view 'guided' needs the target's own cache"),
@@ -90,6 +90,14 @@ def test_nonsense_is_refused_by_name(config: type, fields: dict[str, Any]) -> No
         ({"policy": "quest", "page": 32, "budget": 95}, "budget must be at least 96 for quest, got 95"),
         ({"policy": "early_exit", "budget": 11}, "budget must be at least 12 for streaming, got 11"),
         ({"policy": "hierarchy", "view": "quest", "budget": 47}, "budget must be at least 48 for quest, got 47"),
+        (
+            {"policy": "hierarchy", "view": "full", "budget": 5, "cheap": "standalone", "draft_model": "m"},
+            "budget must be at least 12 for streaming, got 5",  # for the cheap level's window
+        ),
+        *(({"policy": "streaming", "kv_bits": n}, f"kv_bits must be 4, got {n!r}") for n in (8, 2, 0, "4")),
+        ({"kv_bits": 4}, "kv_bits 4 is for drafts from the target's own cache, which policy 'off' does not read"),
+        ({"policy": "lookup", "kv_bits": 4}, "which policy 'lookup' does not read"),
+        ({"policy": "standalone", "draft_model": "m", "kv_bits": 4}, "which policy 'standalone' does not read"),
     ],
     ids=str,
 )
@@ -164,13 +172,6 @@ def test_a_configuration_never_changes_and_takes_no_unknown_name(config: type) -
         config(beam_width=4)
     with pytest.raises(TypeError):
         config(1)
-
-
-def test_a_configuration_can_be_copied_with_a_change() -> None:
-    params = dataclasses.replace(SamplingParams(stop=["a"], seed=3), stop="b", max_tokens=5)
-    assert (params.stop_strings, params.seed, params.max_tokens) == (("b",), 3, 5)
-    with pytest.raises(ValueError, match="max_tokens"):
-        dataclasses.replace(params, max_tokens=0)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])

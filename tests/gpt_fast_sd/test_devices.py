@@ -25,7 +25,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading.machine import free_memory, require_current, require_kernels, sensible_threads
 from gpt_fast_sd.tp import Group, start, take_device
 from scripts import batch, benchmark, generate
-from tests.helpers import tiny_model
+from tests.helpers import tiny_engine
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,12 +72,21 @@ def gpu(
     return current
 
 
-def no_gpu(monkeypatch: pytest.MonkeyPatch, says: str, *, built: str | None = "13.0") -> None:
+Machine = Callable[[pytest.MonkeyPatch, Path], Any]
+
+
+def no_gpu(says: str, *, built: str | None = "13.0", visible: str | None = None) -> Machine:
     """torch, built for such a CUDA, sees no device and says so when it initializes."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(says)))
-    monkeypatch.setattr(torch.version, "cuda", built)
+
+    def machine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(says)))
+        monkeypatch.setattr(torch.version, "cuda", built)
+
+    return machine
 
 
 def triton_before_its_first_launch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -98,10 +107,6 @@ def triton_before_its_first_launch(monkeypatch: pytest.MonkeyPatch, folder: Path
 # ---- the machines: each makes torch and Triton answer as they would there --------------------------------------------
 
 
-def a_turing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    gpu(monkeypatch, "Tesla T4", (7, 5))
-
-
 def an_amd(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     gpu(monkeypatch, "AMD Instinct MI300X", (9, 4))
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -113,27 +118,18 @@ def no_triton(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
 
-def no_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    gpu(monkeypatch)
-    triton_before_its_first_launch(monkeypatch, folder)
-    monkeypatch.setenv("PATH", str(folder))
+def before_its_first_launch(change: Machine) -> Machine:
+    """A GPU for which Triton has built nothing yet, and what is missing."""
 
+    def machine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        gpu(monkeypatch)
+        triton_before_its_first_launch(monkeypatch, folder)
+        change(monkeypatch, folder)
 
-def another_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    gpu(monkeypatch)
-    triton_before_its_first_launch(monkeypatch, folder)
-    monkeypatch.setenv("CC", str(folder / "gcc-99"))
-
-
-def no_headers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    gpu(monkeypatch)
-    triton_before_its_first_launch(monkeypatch, folder)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda *args, **kwargs: {"include": str(folder)})
+    return machine
 
 
 def no_libcuda(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    gpu(monkeypatch)
-    triton_before_its_first_launch(monkeypatch, folder)
     monkeypatch.delenv("TRITON_LIBCUDA_PATH")
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(subprocess, "check_output", lambda *args, **kwargs: b"")
@@ -141,53 +137,51 @@ def no_libcuda(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def a_busy_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     gpu(monkeypatch)
-    busy = RuntimeError(
-        "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be ..."
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", raising(busy))
+    busy = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be ..."
+    monkeypatch.setattr(torch.cuda, "get_device_capability", raising(RuntimeError(busy)))
 
 
-def an_old_driver(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    no_gpu(monkeypatch, TOO_OLD)
-
-
-def no_fabric(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """An HGX board of H100s or H200s whose fabric manager does not run."""
-    no_gpu(
-        monkeypatch,
-        "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() "
-        "that might have already set an error? Error 802: system not yet initialized",
-    )
-
-
-def a_build_without_cuda(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    no_gpu(monkeypatch, "Torch not compiled with CUDA enabled", built=None)
-
-
-def a_hidden_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    no_gpu(monkeypatch, "No CUDA GPUs are available")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
-Machine = Callable[[pytest.MonkeyPatch, Path], None]
-MACHINES: list[tuple[Machine, str]] = [
-    (a_turing, r"Tesla T4 has compute capability 7\.5, and our kernels need 8\.0 or more"),
-    (an_amd, r"device 'cuda' is an AMD GPU to torch .* \(ROCm 6\.4\.1\), and our kernels are made for NVIDIA's"),
-    (no_triton, r"device 'cuda' needs triton, which is not installed"),
-    (no_compiler, r"device 'cuda' cannot be used: .*Failed to find C compiler.*\(Ubuntu: gcc python3-dev\), or use"),
-    (another_compiler, r"device 'cuda' cannot be used: .*gcc-99.*\(Ubuntu: gcc python3-dev\), or use device 'cpu'$"),
-    (no_headers, r"device 'cuda' cannot be used: .*Python\.h: No such file.*\(Ubuntu: gcc python3-dev\), or use"),
-    (no_libcuda, r"device 'cuda' cannot be used: .*libcuda.*let `/sbin/ldconfig -p` list the driver's libcuda\.so\.1"),
-    (a_busy_gpu, r"device 'cuda' cannot be used: CUDA error: CUDA-capable device\(s\) is/are busy or unavailable$"),
-    (an_old_driver, r"device 'cuda' was requested, .* built for CUDA 13\.0 and says: The NVIDIA driver .* is too old"),
-    (no_fabric, r"device 'cuda' was requested, but .* Error 802: system not yet initialized; use 'cpu' or 'auto'$"),
-    (a_build_without_cuda, r"device 'cuda' was requested, but torch sees no CUDA device: torch .* built without CUDA"),
-    (a_hidden_gpu, r"device 'cuda' was requested, but torch sees no CUDA device: CUDA_VISIBLE_DEVICES is ''"),
-]
+an_old_driver = no_gpu(TOO_OLD)
+no_fabric = no_gpu(  # an HGX board of H100s or H200s whose fabric manager does not run
+    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() "
+    "that might have already set an error? Error 802: system not yet initialized"
+)
+a_build_without_cuda = no_gpu("Torch not compiled with CUDA enabled", built=None)
+a_hidden_gpu = no_gpu("No CUDA GPUs are available", visible="")
+no_compiler = before_its_first_launch(lambda patch, folder: patch.setenv("PATH", str(folder)))
+another_compiler = before_its_first_launch(lambda patch, folder: patch.setenv("CC", str(folder / "gcc-99")))
+no_headers = before_its_first_launch(
+    lambda patch, folder: patch.setattr(sysconfig, "get_paths", lambda *args, **kwargs: {"include": str(folder)})
+)
+MACHINES: dict[str, tuple[Machine, str]] = {
+    "a Turing": (lambda patch, folder: gpu(patch, "Tesla T4", (7, 5)),
+        r"Tesla T4 has compute capability 7\.5, and our kernels need 8\.0 or more"),
+    "an AMD": (an_amd,
+        r"device 'cuda' is an AMD GPU to torch .* \(ROCm 6\.4\.1\), and our kernels are made for NVIDIA's"),
+    "no Triton": (no_triton, r"device 'cuda' needs triton, which is not installed"),
+    "no compiler": (no_compiler,
+        r"device 'cuda' cannot be used: .*Failed to find C compiler.*\(Ubuntu: gcc python3-dev\), or use"),
+    "another compiler": (another_compiler,
+        r"device 'cuda' cannot be used: .*gcc-99.*\(Ubuntu: gcc python3-dev\), or use device 'cpu'$"),
+    "no headers": (no_headers,
+        r"device 'cuda' cannot be used: .*Python\.h: No such file.*\(Ubuntu: gcc python3-dev\), or use"),
+    "no libcuda": (before_its_first_launch(no_libcuda),
+        r"device 'cuda' cannot be used: .*libcuda.*let `/sbin/ldconfig -p` list the driver's libcuda\.so\.1"),
+    "a busy GPU": (a_busy_gpu,
+        r"device 'cuda' cannot be used: CUDA error: CUDA-capable device\(s\) is/are busy or unavailable$"),
+    "an old driver": (an_old_driver,
+        r"device 'cuda' was requested, .* built for CUDA 13\.0 and says: The NVIDIA driver .* is too old"),
+    "no fabric": (no_fabric,
+        r"device 'cuda' was requested, but .* Error 802: system not yet initialized; use 'cpu' or 'auto'$"),
+    "a build without CUDA": (a_build_without_cuda,
+        r"device 'cuda' was requested, but torch sees no CUDA device: torch .* built without CUDA"),
+    "a hidden GPU": (a_hidden_gpu,
+        r"device 'cuda' was requested, but torch sees no CUDA device: CUDA_VISIBLE_DEVICES is ''"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("machine", "sentence"), [pytest.param(*each, id=each[0].__name__, marks=needs_triton) for each in MACHINES]
+    ("machine", "sentence"), [pytest.param(*each, id=name, marks=needs_triton) for name, each in MACHINES.items()]
 )
 def test_what_a_machine_lacks_is_said_in_one_sentence_before_weights_are_read(
     machine: Machine, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -198,12 +192,6 @@ def test_what_a_machine_lacks_is_said_in_one_sentence_before_weights_are_read(
         Engine.from_pretrained("bundled", EngineConfig(device="cuda"))
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 450
     assert capfd.readouterr().err == ""  # not a page of a compiler's
-    machine(monkeypatch, tmp_path)
-    with pytest.raises(SystemExit) as end:
-        generate.main(["--model", "bundled", "--device", "cuda", "--prompt", "hi"])
-    assert end.value.code == 2
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and re.search(f"^generate.py: {sentence}", said)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "gpu"])
@@ -227,16 +215,6 @@ def test_programs_refuse_a_device_that_is_not_there_with_code_2(
 
 
 # ---- a GPU that serves -----------------------------------------------------------------------------------------------
-
-
-@needs_triton
-def test_a_gpu_with_all_that_kernels_need_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.gpuless.driver import stand_in
-
-    gpu(monkeypatch)
-    with stand_in(90):
-        require_kernels(CUDA)
-    require_kernels(CPU)
 
 
 BUILDS = """
@@ -280,8 +258,9 @@ def test_a_kernel_s_own_launcher_needs_a_compiler(monkeypatch: pytest.MonkeyPatc
     gpu(monkeypatch)
     triton_before_its_first_launch(monkeypatch, tmp_path)
     monkeypatch.setattr("triton.backends.nvidia.driver.make_launcher", None, raising=False)
+    require_kernels(CPU)
     with stand_in(90):
-        require_kernels(CUDA)
+        require_kernels(CUDA)  # all that they need is there
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(ValueError, match=r"Ubuntu: gcc python3-dev"):
             require_kernels(CUDA)
@@ -370,8 +349,7 @@ def test_a_model_on_another_device_than_the_current_one_is_refused(monkeypatch: 
 
 def test_an_engine_is_not_called_while_another_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     current = gpu(monkeypatch, n=2)
-    config = EngineConfig(batch_size=1, max_seq_len=512, compile=False, device="cpu")
-    engine = Engine(tiny_model(), None, config, DraftConfig(policy="lookup", gamma=2))
+    engine = tiny_engine(DraftConfig(policy="lookup", gamma=2))
     monkeypatch.setattr(engine._access, "device", torch.device("cuda", 1))
     calls: list[Callable[[], Any]] = [
         lambda: engine.generate([[1, 2]]), lambda: list(engine.stream([[1, 2]])), lambda: engine.logits([1, 2]),
@@ -396,13 +374,25 @@ def test_memory_that_torch_has_kept_is_given_back_before_it_is_counted(monkeypat
     assert free_memory(CUDA, held=1 << 30) == 79 << 30  # what is held is not free there anyway
 
 
-def test_where_nothing_says_what_is_free_what_is_held_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpt_fast_sd.loading.machine.PROC", tmp_path)
-    whole = free_memory(CPU)
-    assert whole is None or free_memory(CPU, held=2**20) == whole - 2**20
-
-
 GIB = 1 << 30
+
+
+@pytest.fixture
+def told_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[dict[str, str]], None]:
+    """A machine of 16 GiB and 8 physical cores whose kernel tells the process this, by file."""
+    monkeypatch.setattr("gpt_fast_sd.loading.machine.PROC", tmp_path / "proc")
+    monkeypatch.setattr("gpt_fast_sd.loading.machine.CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 * GIB >> 12, "SC_PAGE_SIZE": 1 << 12}.__getitem__)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+
+    def write(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (file := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+    return write
+
+
 BEFORE_THERE_WERE_ANY = {"proc/self/cgroup": "3:cpu:/x\n"}
 LIMITS: list[tuple[dict[str, str], int | None]] = [  # files -> GiB that may be allocated; None: all of the machine's
     ({}, None),
@@ -439,15 +429,10 @@ LIMITS: list[tuple[dict[str, str], int | None]] = [  # files -> GiB that may be 
 
 @pytest.mark.parametrize(("files", "gib"), LIMITS)
 def test_a_cpus_free_memory_is_what_is_available_and_what_its_control_groups_leave(
-    files: dict[str, str], gib: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, str], gib: int | None, told_by: Callable[[dict[str, str]], None]
 ) -> None:
     """The machine's total was taken, and the kernel killed what did not fit into a container or beside others."""
-    monkeypatch.setattr("gpt_fast_sd.loading.machine.PROC", tmp_path / "proc")
-    monkeypatch.setattr("gpt_fast_sd.loading.machine.CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 * GIB >> 12, "SC_PAGE_SIZE": 1 << 12}.__getitem__)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    told_by(files)
     free = free_memory(CPU)
     assert free is not None and free // GIB == (16 if gib is None else gib)
     assert free_memory(CPU, held=16 * GIB) <= 0  # untouched memory, of which the kernel knows nothing yet
@@ -455,14 +440,11 @@ def test_a_cpus_free_memory_is_what_is_available_and_what_its_control_groups_lea
 
 @pytest.mark.parametrize(("touched", "free"), [(0, 2), (1, 3), (4, 6), (9, 6)])
 def test_memory_of_others_and_what_is_held_untouched_both_count(
-    touched: int, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    touched: int, free: int, told_by: Callable[[dict[str, str]], None]
 ) -> None:
     """Of 16 GiB others use 6, and this process has touched some of the 4 that it holds: each left the other out."""
-    monkeypatch.setattr("gpt_fast_sd.loading.machine.PROC", tmp_path)
-    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 * GIB >> 12, "SC_PAGE_SIZE": 1 << 12}.__getitem__)
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "status").write_text(f"RssAnon:\t{touched * GIB >> 10} kB\n")
-    (tmp_path / "meminfo").write_text("MemAvailable: 6291456 kB\n")
+    status = f"RssAnon:\t{touched * GIB >> 10} kB\n"
+    told_by({"proc/self/status": status, "proc/meminfo": "MemAvailable: 6291456 kB\n"})
     found = free_memory(CPU, held=4 * GIB)
     assert found is not None and found // GIB == free
 
@@ -482,15 +464,9 @@ def test_memory_of_others_and_what_is_held_untouched_both_count(
     ],
 )  # fmt: skip
 def test_threads_are_no_more_than_the_cores_that_a_process_has(
-    files: dict[str, str], cores: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, str], cores: int, expected: int, told_by: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of eight physical ones."""
-    for name, text in files.items():
-        (file := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    monkeypatch.setattr("gpt_fast_sd.loading.machine.PROC", tmp_path / "proc")
-    monkeypatch.setattr("gpt_fast_sd.loading.machine.CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    told_by(files)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)

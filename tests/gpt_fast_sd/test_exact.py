@@ -5,8 +5,7 @@ Shapes: B slots, T tokens in this call, V vocabulary.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import SamplingParams
+from gpt_fast_sd import round as rounds_of
 from gpt_fast_sd.fast import cpu_attention_fits
-from gpt_fast_sd.fast.compile import CompiledStep, can_compile
+from gpt_fast_sd.fast.compile import CompiledStep
 from gpt_fast_sd.model import FORMATS, ModelConfig
-from gpt_fast_sd.round import decode_step
 from tests.drafts import POLICIES, draft_of
-from tests.helpers import few, random_ids, thinned, tiny_config, tiny_model
+from tests.helpers import ahead, few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
 
 NAMES = [name for name in POLICIES if " over " not in name]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -38,11 +37,8 @@ class Watched:
     ) -> None:
         config = config or tiny_config()
         draft_model = tiny_model(config, seed=1, dtype=DTYPES[dtype]) if name == "standalone" else None
-        wanted: dict[str, Any] = {"batch_size": 3, "max_seq_len": 320, "device": "cpu", "compile": False} | changes
-        self.engine = Engine(
-            tiny_model(config, dtype=DTYPES[dtype]), None, EngineConfig(exact=True, **wanted),
-            draft_of(name, gamma), draft_model,
-        )  # fmt: skip
+        model, wanted = tiny_model(config, dtype=DTYPES[dtype]), {"batch_size": 3, "max_seq_len": 320} | changes
+        self.engine = tiny_engine(draft_of(name, gamma), draft_model, model=model, exact=True, **wanted)
         self.bits: Bits = {}
         rounds = self.engine.schedule.rounds
         self._feed, rounds.feed = rounds.feed, self.feed  # type: ignore[method-assign]
@@ -164,45 +160,20 @@ def test_the_kernels_bits_are_the_same_in_traced_steps(name: str, monkeypatch: p
     assert (set(kernels) == {0, 1}) is cpu_attention_fits(64, torch.bfloat16, FORMATS["bf16"])
 
 
-def test_so_they_are_with_a_target_in_int4(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph)
+@pytest.mark.usefixtures("traced")
+def test_so_they_are_with_a_target_in_int4() -> None:
     compiled_bits_are_the_same("streaming", "bf16", PACKED, quantize="int4")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("a_compiler")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "config"), [("streaming", WIDE), ("guided", WIDE), ("snapkv", tiny_config())])
 def test_compiled_steps_are_bit_identical(name: str, config: ModelConfig, dtype: str) -> None:
-    with warnings.catch_warnings(record=True):
-        if not can_compile(torch.device("cpu")):
-            pytest.skip("there is no C++ compiler")
     compiled_bits_are_the_same(name, dtype, config)
 
 
 # ---- on several threads ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    n = torch.get_num_threads()
-    yield
-    torch.set_num_threads(n)
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("slots", "gamma"), few([(1, 1), (5, 4), (1, 4), (5, 1)], [(5, 1)]))
-def test_steps_of_our_kernels_are_bit_identical_on_any_number_of_threads(slots: int, gamma: int) -> None:
-    if not cpu_attention_fits(64, torch.bfloat16, FORMATS["bf16"]):
-        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
-    runs = []
-    for n_threads in (1, 2, 3):
-        torch.set_num_threads(n_threads)
-        one = Watched("streaming", gamma, dtype="bf16", config=PACKED, compile=True, batch_size=slots)
-        assert one.engine.target.bodies.fused and not one.engine.schedule.rounds.width
-        runs.append(one.run(PROMPTS, PARAMS))
-    for other in runs[1:]:
-        assert other[0] == runs[0][0] and other[1].keys() == runs[0][1].keys()
-        assert all(torch.equal(other[1][text], bits) for text, bits in runs[0][1].items())
 
 
 @pytest.mark.usefixtures("threads")
@@ -214,12 +185,7 @@ def test_what_a_library_sums_runs_on_one_thread(
 ) -> None:
     """Weights of another dtype, heads that no kernel serves, and a width that the products' blocks do not divide."""
     on = set[int]()
-
-    def noted(*args: Any) -> Any:
-        on.add(torch.get_num_threads())
-        return decode_step(*args)
-
-    monkeypatch.setattr("gpt_fast_sd.round.decode_step", noted)
+    ahead(monkeypatch, rounds_of, "decode_step", lambda *_: on.add(torch.get_num_threads()))
     one = Watched("off", dtype=dtype, config=config)
     torch.set_num_threads(3)
     one.run(PROMPTS[:1], PARAMS[0])

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.loading.memory import LAYER_NODES, NODE, STEP_NODES, MemoryPlan
 from gpt_fast_sd.model import save_hugging_face
@@ -31,8 +31,9 @@ from gpt_fast_sd.serving.launch import Rounds
 from gpt_fast_sd.state import BatchState, RoundPlan
 from gpt_fast_sd.tp import Parallel
 from measuring.replay import Replay
+from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, tokens_of
 from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in
-from tests.helpers import few, random_ids, tiny_config, tiny_model
+from tests.helpers import ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -61,16 +62,13 @@ def cuda(rule: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
         yield cuda
 
 
-def engine(
-    policy: str = "streaming", gamma: int | str = 2, *, parallel: Parallel | None = None, **changes: Any
-) -> Engine:
-    config = {"batch_size": 3, "max_seq_len": 500, "device": "cpu", "dtype": "fp32", "compile": False} | changes
-    draft = DraftConfig(policy=policy, gamma=gamma, budget=96)
-    return Engine(tiny_model(tiny_config(n_layers=1)), None, EngineConfig(**config), draft, parallel=parallel)
+def engine(policy: str = "streaming", gamma: int | str = 2, **changes: Any) -> Engine:
+    draft, model = DraftConfig(policy=policy, gamma=gamma, budget=96), tiny_model(tiny_config(n_layers=1))
+    return tiny_engine(draft, model=model, **{"batch_size": 3, "max_seq_len": 500} | changes)
 
 
 def tokens(one: Engine, params: SamplingParams = GREEDY, **how: Any) -> list[list[int]]:
-    return [completion.tokens for completion in one.generate(PROMPTS, params, **how)]
+    return tokens_of(one.generate(PROMPTS, params, **how))
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +76,15 @@ def expected() -> list[list[int]]:
     """What every greedy run has to emit: made without any capture, outside of the stand-in."""
     assert not TRAITS["cpu"].captures
     return tokens(engine("off"))
+
+
+@pytest.fixture
+def steady(cuda: Cuda, expected: list[list[int]]) -> Iterator[Engine]:
+    """An engine that emits the same after the test as before it."""
+    one = engine()
+    assert tokens(one) == expected
+    yield one
+    assert tokens(one) == expected
 
 
 # ---- which memory lives how long -------------------------------------------------------------------------------------
@@ -99,24 +106,20 @@ def test_a_sweep_of_drafts_captures_round_after_round_into_one_pool(cuda: Cuda, 
     assert tokens(one) == expected
 
 
-def test_an_engine_that_goes_takes_nothing_along_that_another_needs(cuda: Cuda, expected: list[list[int]]) -> None:
-    one, other = engine(), engine("guided", gamma="auto")
-    assert tokens(one) == tokens(other) == expected
+def test_an_engine_that_goes_takes_nothing_along_that_another_needs(steady: Engine, expected: list[list[int]]) -> None:
+    other = engine("guided", gamma="auto")
+    assert tokens(other) == tokens(steady) == expected
     other.redraft(DraftConfig(policy="streaming", gamma=2, budget=96))
-    assert tokens(one) == tokens(other) == expected
+    assert tokens(steady) == tokens(other) == expected
     del other
     gc.collect()
-    assert tokens(one) == expected
 
 
-def test_many_pools_leave_alone_the_streams_of_one_that_stays(cuda: Cuda, expected: list[list[int]]) -> None:
-    one = engine()
-    assert tokens(one) == expected
+def test_many_pools_leave_alone_the_streams_of_one_that_stays(steady: Engine) -> None:
     for _ in range(20):  # torch hands out 32 streams cyclically
-        pool = GraphPool(one.device)
+        pool = GraphPool(steady.device)
         pool(lambda: torch.ones(2, 2) @ torch.ones(2, 2))()
         del pool
-    assert tokens(one) == expected
 
 
 @ONE_RULE
@@ -128,14 +131,11 @@ def test_an_engine_is_refused_where_others_have_all_streams(cuda: Cuda) -> None:
     engine()
 
 
-def test_the_graphs_of_others_on_torchs_own_capture_stream_are_no_matter(cuda: Cuda, expected: list[list[int]]) -> None:
-    one, x = engine(), torch.ones(4, 4)
-    assert tokens(one) == expected
-    timed = torch.cuda.CUDAGraph()
+def test_the_graphs_of_others_on_torchs_own_capture_stream_are_no_matter(steady: Engine) -> None:
+    timed, x = torch.cuda.CUDAGraph(), torch.ones(4, 4)
     with torch.cuda.graph(timed):
         x @ x
     del timed
-    assert tokens(one) == expected
 
 
 @ONE_RULE
@@ -161,16 +161,14 @@ def test_no_more_steps_are_held_in_graphs_than_the_bound(
 ) -> None:
     """They are freed together: one freed alone would take memory that the others need."""
     monkeypatch.setattr("gpt_fast_sd.serving.launch.MOST_STEPS", 6)
-    one, gammas, held = engine(gamma="auto"), itertools.cycle([3, 1, 2, 3, 3, 1, 0]), list[int]()
-    steps: list[int] = []
-    monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
+    one, held, steps = engine(gamma="auto"), list[int](), list[int]()
+    drafting_now_and_then(one, [3, 1, 2, 3, 3, 1, 0], timed=False)
 
-    def choose(n_keys: int) -> int:
+    def note(n_keys: int) -> None:
         held.append(one.schedule.rounds.captured)
         steps.append(sum(1 + key[0] for key in one.schedule.rounds._captured))  # type: ignore[operator]
-        return next(gammas)
 
-    monkeypatch.setattr(one.schedule.planner, "choose", choose)
+    ahead(monkeypatch, one.schedule.planner, "choose", note)
     assert tokens(one) == expected
     assert max(held) == 2 and len(cuda.graphs) <= 3  # and the pool's own
     assert max(steps) == 6  # of 3 drafts and of 1, until one of 2 comes
@@ -194,13 +192,7 @@ def test_a_result_is_waited_for_where_its_round_is_replayed(cuda: Cuda, monkeypa
     one, seen = engine(), list[tuple[str, int]]()
     tokens(one)
     for kind, name in ((Graph, "replay"), (Event, "record")):
-        right: Callable[..., None] = getattr(kind, name)
-
-        def noted(self: Any, *args: Any, right: Callable[..., None] = right, name: str = name) -> None:
-            seen.append((name, cuda.current.cuda_stream))
-            right(self, *args)
-
-        monkeypatch.setattr(kind, name, noted)
+        ahead(monkeypatch, kind, name, lambda *_, name=name: seen.append((name, cuda.current.cuda_stream)))
     with torch.cuda.stream(cuda.stream_of_pool()):  # type: ignore[arg-type]
         here = cuda.current.cuda_stream
         tokens(one)
@@ -218,28 +210,22 @@ def test_rows_of_all_kinds_may_come_and_go_in_every_order(policy: str, cuda: Cud
     for order in itertools.permutations(range(3)):
         there = [*order, *(3 + i for i in reversed(order))]
         got = one.generate(PROMPTS[:1] * 6, [rows[i] for i in there])
-        assert [completion.tokens for completion in got] == [alone[i] for i in there]
+        assert tokens_of(got) == [alone[i] for i in there]
 
 
 # ---- what a graph has baked in ---------------------------------------------------------------------------------------
 
 
-@ONE_RULE
-def test_a_policy_that_is_set_drafts_in_captured_rounds(cuda: Cuda, expected: list[list[int]]) -> None:
+def test_a_policy_may_be_taken_away_given_back_and_exchanged(cuda: Cuda, expected: list[list[int]]) -> None:
     one = engine(gamma=3)
-    assert tokens(one) == expected and one.stats.acceptance_rate < 0.9
+    policy = one.policy
+    for drafting in (policy, None, policy, None):
+        one.policy = drafting
+        assert tokens(one) == expected
+        assert one.stats.acceptance_rate < 0.9 and (one.stats.drafted > 0) is (drafting is not None)
     one.policy = build_policy(DraftConfig(policy="full", gamma=3), one.target, None)
     assert tokens(one) == expected
     assert one.stats.acceptance_rate > 0.99  # it is the target itself
-
-
-def test_a_policy_may_be_taken_away_and_given_back(cuda: Cuda, expected: list[list[int]]) -> None:
-    one = engine(gamma="auto")
-    policy = one.policy
-    for drafting in (None, policy, None):
-        one.policy = drafting
-        assert tokens(one) == expected
-        assert drafting or not one.stats.drafted
 
 
 @ONE_RULE
@@ -255,12 +241,12 @@ def test_a_policy_of_another_page_is_given_the_mass_by_its_own(cuda: Cuda, expec
 
 
 @ONE_RULE
-def test_what_is_not_a_policy_of_this_engine_is_refused_when_it_is_set(cuda: Cuda, expected: list[list[int]]) -> None:
-    one, other = engine(), engine("hierarchy")
-    for policy, said in (("guided", "got 'guided': Engine.redraft takes a DraftConfig"), (other.policy, "another")):
+def test_what_is_not_a_policy_of_this_engine_is_refused_when_it_is_set(steady: Engine) -> None:
+    other = engine("hierarchy").policy
+    for policy, said in (("guided", "got 'guided': Engine.redraft takes a DraftConfig"), (other, "another")):
         with pytest.raises(ValueError, match=said):
-            one.policy = policy  # type: ignore[assignment]
-    assert tokens(one) == expected and one.stats.drafted
+            steady.policy = policy  # type: ignore[assignment]
+    assert steady.policy and steady.policy is not other
 
 
 GUIDED = DraftConfig(policy="guided", gamma=2, budget=96)
@@ -305,7 +291,7 @@ IN_THE_KEY = {"replay", "kind", "gamma", "n_keys", "width"}
 CLEARED = {"policy", "draft", "page", "capture"}
 FOR_GOOD = {"target", "state", "decode", "verify", "accept_compiled", "captured", "bodies"}
 FOR_GOOD |= {"vocab_size", "vocabulary", "table"}
-UNKNOWN = {"lengths", "ahead", "number", "follows_a_draft", "drafted_at"}  # to a plan to capture, see test_batch_state
+UNKNOWN = {"lengths", "ahead", "number", "follows_a_draft", "drafted_at"}  # to a plan to capture, see test_acceptance
 BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keeps
 
 
@@ -348,10 +334,11 @@ CLOSED = "the engine is closed: build a new one"
 
 @ONE_RULE
 def test_a_closed_engine_holds_no_graph_and_refuses_calls_in_one_sentence(cuda: Cuda) -> None:
-    one = engine(gamma="auto")
-    tokens(one)
-    one.close()
-    one.close()
+    with engine(gamma="auto") as one:
+        tokens(one)
+        stream = one.stream(PROMPTS, GREEDY)
+        next(stream)
+    one.close()  # the end of the block has closed it
     assert not cuda.graphs and one.schedule.rounds.captured == 0
     calls: list[Callable[[], Any]] = [
         lambda: tokens(one),
@@ -362,20 +349,11 @@ def test_a_closed_engine_holds_no_graph_and_refuses_calls_in_one_sentence(cuda: 
         lambda: one.redraft(DraftConfig(policy="off")),
         lambda: setattr(one, "policy", None),
         lambda: one.__enter__(),
+        lambda: list(stream),
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match=f"^{CLOSED}$"):
             call()
-
-
-@ONE_RULE
-def test_an_engine_closes_at_the_end_of_its_block_and_streams_end_there(cuda: Cuda) -> None:
-    with engine() as one:
-        stream = one.stream(PROMPTS, GREEDY)
-        next(stream)
-    assert not cuda.graphs
-    with pytest.raises(RuntimeError, match=CLOSED):
-        list(stream)
 
 
 @ONE_RULE
@@ -447,16 +425,10 @@ def test_a_batch_job_ends_its_group_when_it_is_done(
 
 @ONE_RULE
 def test_seconds_of_captures_teach_the_planner_nothing(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, gammas, learned = engine(gamma="auto"), itertools.cycle([3, 2, 3, 1]), list[float | None]()
+    one, learned = engine(gamma="auto"), list[float | None]()
     one.warm_up()
-    record = one.schedule.planner.record_whole
-
-    def noted(gamma: int, n_keys: int, seconds: float | None, accepted: Any) -> None:
-        learned.append(seconds)
-        record(gamma, n_keys, seconds, accepted)
-
-    monkeypatch.setattr(one.schedule.planner, "record_whole", noted)
-    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: next(gammas))
+    drafting_now_and_then(one, [3, 2, 3, 1])
+    ahead(monkeypatch, one.schedule.planner, "record_whole", lambda g, n, seconds, accepted: learned.append(seconds))
     before, cuda.slow = len(cuda.captures), 1000.0
     tokens(one)
     n = len(cuda.captures) - before
@@ -532,18 +504,14 @@ def test_an_engine_works_after_a_step_failed(
     assert one.generate(PROMPTS[2:3], GREEDY)[0].tokens == expected[2]
 
 
-def test_a_warm_up_that_failed_is_made_again(
-    rule: str, cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, error = engine(), ERRORS[rule]()
-    assert tokens(one) == expected
-    one.redraft(DraftConfig(policy="streaming", gamma="auto", budget=96))
+def test_a_warm_up_that_failed_is_made_again(steady: Engine, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ERRORS[rule]()
+    steady.redraft(DraftConfig(policy="streaming", gamma="auto", budget=96))
     with monkeypatch.context() as failing:
-        failing_once(failing, one.schedule.rounds, "feed", error, 9)  # while steps are timed over slots' prompts
+        failing_once(failing, steady.schedule.rounds, "feed", error, 9)  # while steps are timed over slots' prompts
         with pytest.raises(type(error)):
-            tokens(one)
-    assert not one._access.running and not one.state.active.any()
-    assert tokens(one) == expected
+            tokens(steady)
+    assert not steady._access.running and not steady.state.active.any()
 
 
 @ONE_RULE
@@ -561,15 +529,15 @@ def test_timing_that_fails_puts_back_what_it_changed(
     assert not one.state.active.any() and torch.equal(one.cache.seq_len, before)
 
 
-def test_a_capture_that_failed_leaves_an_engine_that_works(cuda: Cuda, expected: list[list[int]]) -> None:
-    one = engine()
-    assert tokens(one) == expected
+def test_a_capture_that_failed_leaves_an_engine_that_works(
+    steady: Engine, cuda: Cuda, expected: list[list[int]]
+) -> None:
     for at in ("capture", "replay"):
         cuda.fail(at, out_of_memory())
         with pytest.raises(torch.OutOfMemoryError):
-            tokens(one, SAMPLED)
+            tokens(steady, SAMPLED)
         assert cuda.current.cuda_stream == 0
-        assert tokens(one) == expected
+        assert tokens(steady) == expected
 
 
 @pytest.mark.parametrize(

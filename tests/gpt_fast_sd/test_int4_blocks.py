@@ -11,7 +11,6 @@ from torch import nn
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast import dequantize_blocks
-from gpt_fast_sd.fast.cpu.packing import pack_linears
 from gpt_fast_sd.fast.linear_int4 import Int4Linear
 from gpt_fast_sd.model import Transformer, load_model
 from gpt_fast_sd.quantization.quantize import draft_copy, equalize_keys, quantize
@@ -60,15 +59,6 @@ def test_a_copy_has_the_numbers_of_the_file(family: str, kind: Kind, dtype: torc
     for own, theirs in zip(copy.layers, model.layers, strict=True):
         assert own.attention.wqkv(x).equal(theirs.attention.wqkv(x))
         assert own.feed_forward(x).equal(theirs.feed_forward(x))
-
-
-def test_so_it_has_where_the_target_is_packed(tmp_path: Path) -> None:
-    model = load_model(file_of(tmp_path), dtype=BF16)
-    weights = {name: linear.weight.clone() for name, linear in layers_of(model).items()}
-    if not pack_linears(model):
-        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
-    for name, own in layers_of(draft_copy(model, "int4")).items():
-        assert isinstance(own, Int4Linear) and dequantize_blocks(own.held, BF16).equal(weights[name])
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1])

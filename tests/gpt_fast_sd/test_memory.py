@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,10 +27,10 @@ from gpt_fast_sd.policies.costs import MOST_STEPS
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.state import BatchState, RoundPlan
-from scripts import batch
 from tests.gpt_fast_sd.fast.references import as_on_cuda
+from tests.gpt_fast_sd.policies.drafting import tokens_of
 from tests.gpuless.live import LiveBytes
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import random_ids, tiny_config, tiny_engine, tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = 2**12  # numbers of slots and drafts, which no plan counts
@@ -64,12 +64,8 @@ def plan(
 def test_caches_and_selections_take_what_the_plan_says(policy: str, kv_dtype: str) -> None:
     small = tiny_model(tiny_config(n_layers=1)) if policy == "standalone" else None
     draft = DraftConfig(policy=policy, budget=96, gamma=4, draft_model="given" if small else None)
-    config = EngineConfig(
-        batch_size=3, max_seq_len=900, device="cpu", dtype="fp32", kv_dtype=kv_dtype, compile=False
-    )  # fmt: skip
-    engine = Engine(tiny_model(), None, config, draft, small)
-    theirs = small.config if small else None
-    expected = plan_of(config, draft, engine.model.config, theirs)
+    engine = tiny_engine(draft, small, batch_size=3, max_seq_len=900, kv_dtype=kv_dtype)
+    expected = plan_of(engine.config, draft, engine.model.config, small.config if small else None)
 
     def nbytes(*tensors: torch.Tensor) -> int:
         return sum(tensor.nbytes for tensor in tensors)
@@ -79,12 +75,11 @@ def test_caches_and_selections_take_what_the_plan_says(policy: str, kv_dtype: st
     policy_bytes = 0
     view: Any = getattr(engine.policy, "view", None)
     if policy == "standalone":
-        cache = view.runner.cache
-        assert expected.draft_kv == nbytes(*cache.buffers)
+        assert expected.draft_kv == nbytes(*view.runner.cache.buffers)
     elif policy == "quest":
-        policy_bytes += nbytes(*view.bounds, *view.chosen)
+        policy_bytes = nbytes(*view.bounds, *view.chosen)
     elif policy in ("streaming", "snapkv", "guided"):
-        policy_bytes += nbytes(view.kv_indices)
+        policy_bytes = nbytes(view.kv_indices)
     assert policy_bytes <= expected.policy <= 1.5 * policy_bytes + 2 * 3 * 2 * 96 * 8
 
 
@@ -164,6 +159,14 @@ def test_drawing_and_judging_hold_no_more_than_the_plan_says(
         assert judging.peak >= 0.8 * planned * row and choosing.peak >= 0.5 * DRAWING * row
 
 
+def fill(engine: Engine, length: int, params: SamplingParams = GREEDY, gamma: int = 0) -> RoundPlan:
+    """All slots hold texts of this length: the plan of a round."""
+    n, vocab = engine.config.batch_size, engine.model.config.vocab_size
+    for slot in range(n):
+        engine.state.assign(slot, random_ids(length, seed=slot, vocab_size=vocab), params, seed=slot)
+    return RoundPlan.of(dict.fromkeys(range(n), length - 1), [params], gamma=gamma)
+
+
 def held(
     policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, vocab: int, kv_dtype: str = "fp32"
 ) -> tuple[int, int]:
@@ -174,63 +177,52 @@ def held(
     if of == "cuda":
         monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
         as_on_cuda(monkeypatch)
-    config = EngineConfig(
-        batch_size=3, max_seq_len=length + 100, device="cpu", dtype="fp32", kv_dtype=kv_dtype, compile=False
-    )  # fmt: skip
-    draft = DraftConfig(policy=policy, budget=96, gamma=4)
-    engine = Engine(tiny_model(tiny_config(vocab_size=vocab)), None, config, draft)
-    state, peaks = engine.state, list[int]()
+    draft, model = DraftConfig(policy=policy, budget=96, gamma=4), tiny_model(tiny_config(vocab_size=vocab))
+    engine, peaks = tiny_engine(draft, model=model, batch_size=3, max_seq_len=length + 100, kv_dtype=kv_dtype), []
     with torch.inference_mode():
         with LiveBytes(of) as live:
             engine._prefill.chunk(0, [1] * engine._prefill.sizes[0], 0)
         peaks.append(live.peak)
-        for slot in range(3):
-            state.assign(slot, random_ids(length, seed=slot, vocab_size=vocab), FILTERED, seed=slot)
-        plan = RoundPlan.of(dict.fromkeys(range(3), length - 1), [FILTERED], gamma=draft.max_gamma)
+        plan = fill(engine, length, FILTERED, draft.max_gamma)
         with LiveBytes(of) as live:
             if engine.policy:
-                engine.policy.host_before_round(state, plan)
+                engine.policy.host_before_round(engine.state, plan)
                 assert engine.schedule.rounds.refresh(plan) == (policy == "snapkv") * (1 if of == "cuda" else 3)
         peaks.append(live.peak)
         with LiveBytes(of) as live:
             engine.schedule.rounds.device_round(plan)
         peaks.append(live.peak)
-    return max(peaks), plan_of(config, draft, engine.model.config).workspace
+    return max(peaks), plan_of(engine.config, draft, model.config).workspace
 
 
-@pytest.mark.parametrize("of", ["cpu", "cuda"])
-@pytest.mark.parametrize("policy", ["off", "streaming", "snapkv", "quest", "guided", "lookup", "hierarchy"])
-@pytest.mark.parametrize(("length", "vocab"), [(400, 4_000), (3_000, 64)], ids=["many tokens", "many keys"])
+MANY_TOKENS, MANY_KEYS = (400, 4_000), (3_000, 64)  # length, vocabulary
+
+
+@pytest.mark.parametrize(
+    ("policy", "of", "sizes", "kv_dtype"),
+    [*itertools.product(["off", "streaming", "snapkv", "quest", "guided", "lookup", "hierarchy"], ["cpu", "cuda"],
+                        [MANY_TOKENS, MANY_KEYS], ["fp32"]),
+     *itertools.product(["off", "snapkv", "quest", "guided"], ["cpu"], [MANY_KEYS], ["int8"])],
+)  # fmt: skip
 def test_no_step_holds_more_than_the_plan_s_workspace(
-    policy: str, of: str, length: int, vocab: int, monkeypatch: pytest.MonkeyPatch
+    policy: str, of: str, sizes: tuple[int, int], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefilling, refreshing a selection, drafting, verifying and judging, as CPU and CUDA operators allocate."""
-    peak, planned = held(policy, of, monkeypatch, length=length, vocab=vocab)
+    length, vocab = sizes
+    peak, planned = held(policy, of, monkeypatch, length=length, vocab=vocab, kv_dtype=kv_dtype)
     assert peak <= planned + SMALL
     if vocab > length:
         assert peak >= 0.3 * planned
 
 
-@pytest.mark.parametrize("policy", ["off", "snapkv", "quest", "guided"])
-def test_no_step_over_an_int8_cache_holds_more_than_the_plan_s_workspace(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    peak, planned = held(policy, "cpu", monkeypatch, length=3_000, vocab=64, kv_dtype="int8")
-    assert peak <= planned + SMALL
-
-
 def test_keys_of_int8_are_widened_in_memory_that_is_planned_for() -> None:
     """Of sixteen rows with one query each nothing else takes as much."""
     model = tiny_model(tiny_config(n_heads=1, n_kv_heads=1, head_dim=64, vocab_size=64))
-    config = EngineConfig(
-        batch_size=16, max_seq_len=1_500, device="cpu", dtype="fp32", kv_dtype="int8", compile=False
-    )  # fmt: skip
-    engine = Engine(model, None, config)
-    for slot in range(16):
-        engine.state.assign(slot, random_ids(1_400, seed=slot, vocab_size=64), GREEDY, seed=slot)
+    engine = tiny_engine(model=model, batch_size=16, max_seq_len=1_500, kv_dtype="int8")
+    plan = fill(engine, 1_400)
     with torch.inference_mode(), LiveBytes("cpu") as live:
-        engine.schedule.rounds.device_round(RoundPlan.of(dict.fromkeys(range(16), 1_399)))
-    planned = plan_of(config, DraftConfig(), model.config).workspace
+        engine.schedule.rounds.device_round(plan)
+    planned = plan_of(engine.config, DraftConfig(), model.config).workspace
     assert 0.5 * planned <= live.peak <= planned + SMALL
 
 
@@ -242,17 +234,15 @@ def test_observing_windows_holds_what_the_plan_says(
     """As CUDA's operators allocate: keys of few rows are split, but 16 query heads per kv head are too many."""
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False, chunks=(SPLIT,)))
     as_on_cuda(monkeypatch)
-    config = EngineConfig(batch_size=batch_size, max_seq_len=6_000, device="cpu", dtype="fp32", compile=False)
-    draft = DraftConfig(policy="snapkv", budget=1_024, gamma=1)
-    sizes = {"n_heads": 16, "n_kv_heads": 16 // group, "head_dim": 16, "n_layers": 3}
-    model = tiny_model(tiny_config(**sizes, vocab_size=64, max_seq_len=8_192))
-    engine = Engine(model, None, config, draft)
-    planned = plan_of(config, draft, engine.model.config).workspace
-    state = engine.state
+    sizes = {"n_heads": 16, "n_kv_heads": 16 // group, "head_dim": 16, "n_layers": 3, "vocab_size": 64}
+    model, draft = (
+        tiny_model(tiny_config(**sizes, max_seq_len=8_192)),
+        DraftConfig(policy="snapkv", budget=1_024, gamma=1),
+    )
+    engine = tiny_engine(draft, model=model, batch_size=batch_size, max_seq_len=6_000)
+    planned = plan_of(engine.config, draft, model.config).workspace
     with torch.inference_mode():
-        for slot in range(batch_size):
-            state.assign(slot, random_ids(5_800, seed=slot, vocab_size=64), GREEDY, seed=slot)
-        plan = RoundPlan.of(dict.fromkeys(range(batch_size), 5_799), gamma=1)
+        plan = fill(engine, 5_800, gamma=1)
         with LiveBytes("cuda") as live:
             assert engine.schedule.rounds.refresh(plan) == -(-batch_size // TRAITS["cpu"].windows)
     assert 0.4 * planned <= live.peak <= planned + SMALL
@@ -322,17 +312,6 @@ def test_memory_is_checked_before_weights_are_loaded(monkeypatch: pytest.MonkeyP
         Engine.from_pretrained("bundled", EngineConfig(device="cpu", compile=False))
 
 
-def test_a_batch_that_no_machine_holds_ends_a_program_with_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = tmp_path / "in.jsonl"
-    prompts.write_text('{"prompt": "hi"}\n', encoding="utf-8")
-    with pytest.raises(SystemExit) as end:
-        batch.main([str(prompts), str(tmp_path / "out.jsonl"), "--device", "cpu", "--batch-size", "10000000"])
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1 and " short of that; batch_size " in said
-
-
 def asked(monkeypatch: pytest.MonkeyPatch, have: int | None) -> list[int]:
     """The engine finds this much memory; the list records the bytes held each time it asks."""
     held: list[int] = []
@@ -350,21 +329,19 @@ def test_an_engine_that_is_loaded_asks_for_memory_once(monkeypatch: pytest.Monke
     held = asked(monkeypatch, 2**40)
     Engine.from_pretrained("bundled", EngineConfig(device="cpu", compile=False, max_seq_len=512, batch_size=1))
     assert held == [0]
-    Engine(tiny_model(), None, EngineConfig(device="cpu", compile=False, max_seq_len=512, batch_size=1))
+    tiny_engine()
     assert held == [0, 0]
 
 
 def test_a_redraft_that_cannot_fit_is_refused_and_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(batch_size=2, max_seq_len=900, device="cpu", dtype="fp32", compile=False)
-    first = DraftConfig(policy="streaming", budget=64, gamma=3)
-    engine, small = Engine(tiny_model(), None, config, first), tiny_model(tiny_config(n_layers=1), seed=1)
+    first, small = DraftConfig(policy="streaming", budget=64, gamma=3), tiny_model(tiny_config(n_layers=1), seed=1)
+    engine = tiny_engine(first, max_seq_len=900)
     second = DraftConfig(policy="standalone", draft_model="given", gamma=3)
     prompts = [random_ids(40, seed=seed) for seed in (1, 2)]
-    before = [completion.tokens for completion in engine.generate(prompts)]
+    before = tokens_of(engine.generate(prompts))
     state = dict(vars(engine))
-    plans = [
-        plan_of(config, draft, engine.model.config, theirs) for draft, theirs in ((first, None), (second, small.config))
-    ]
+    plans = [plan_of(engine.config, draft, engine.model.config, theirs)
+             for draft, theirs in ((first, None), (second, small.config))]  # fmt: skip
     enough = plans[0].total + plans[1].added_to(plans[0]).total
     assert enough > plans[0].total + plans[1].draft_kv
     held = asked(monkeypatch, enough - 1)
@@ -377,11 +354,11 @@ def test_a_redraft_that_cannot_fit_is_refused_and_nothing_is_changed(monkeypatch
     assert " left of the memory of cpu are " in sentence and sentence.endswith(" short of that; nothing is changed")
     assert held == [plans[0].total]
     assert all(vars(engine)[name] is value for name, value in state.items())
-    assert [completion.tokens for completion in engine.generate(prompts)] == before
+    assert tokens_of(engine.generate(prompts)) == before
     asked(monkeypatch, enough)
     engine.redraft(second, small)
     assert engine.draft is second
-    assert [completion.tokens for completion in engine.generate(prompts)] == before
+    assert tokens_of(engine.generate(prompts)) == before
 
 
 def test_what_cannot_be_told_is_not_refused() -> None:

@@ -1,4 +1,4 @@
-"""Products with packed weights of every kind: right for any number of rows, and a row's bits depend only on itself.
+"""Weights of integers, near what they were made from; and packed products of every kind, whose rows stand alone.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -8,22 +8,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Linear
 
-from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.fast import (
+    BLOCK,
     Int4,
     dequantize_blocks,
     int4_by_sums,
     int8_linear,
     pack,
+    pack_int4,
     packed_linear,
     packed_swiglu,
+    power_between,
     quantize_blocks,
+    quantize_rows,
+    unpack,
+    unpack_int4,
 )
 from gpt_fast_sd.fast.cpu import build
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
@@ -36,11 +43,164 @@ from gpt_fast_sd.fast.cpu.packing import (
 )
 from gpt_fast_sd.fast.linear_int4 import Int4Linear
 from gpt_fast_sd.fast.linear_int8 import Int8Linear
+from gpt_fast_sd.fast.ops import int8
 from gpt_fast_sd.model import Transformer, load_model, save_hugging_face
 from gpt_fast_sd.quantization.table import int4_in_blocks
-from tests.helpers import few, random_ids, tiny_config, tiny_model
+from tests.helpers import few, random_ids, tiny_config, tiny_engine, tiny_model
 
 BF16 = torch.bfloat16
+
+
+def weight_of(n_out: int, n_in: int, *, seed: int = 0) -> Tensor:
+    return torch.randn(n_out, n_in, generator=torch.Generator().manual_seed(seed))
+
+
+def rounded(block: list[float]) -> tuple[float, float]:
+    """The root mean square error of a block's nearest numbers between its ends, as an obvious loop, and its scale."""
+    least, scale = min(block), (max(block) - min(block)) / 15
+    errors = [(least + scale * round((x - least) / scale) - x) ** 2 for x in block]
+    return (sum(errors) / len(block)) ** 0.5, scale
+
+
+# ---- what is kept of a weight --------------------------------------------------------------------------------------
+
+
+def test_a_block_is_nearer_than_its_ends_cut_into_fifteen_steps() -> None:
+    weight = weight_of(40, 4 * BLOCK)
+    error = (dequantize_blocks(quantize_blocks(weight), torch.float32) - weight).unflatten(1, (-1, BLOCK))
+    own = error.square().mean(-1).sqrt().flatten()
+    plain = torch.tensor([rounded(block)[0] for block in weight.view(-1, BLOCK).tolist()])
+    # scales and minima in fp16 are off by 2^-12 of a number at most 4 times a block's deviation
+    assert own.le(plain * 1.02).all() and own.mean() < 0.93 * plain.mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_a_row_is_quantized_alone_whatever_its_size(dtype: torch.dtype) -> None:
+    sizes = torch.tensor([1.0, 1e-4, 3e-5, 7.0, 1e3])
+    weight = (weight_of(5, 96) * sizes[:, None]).to(dtype)
+    whole = quantize_blocks(weight)
+    error = (dequantize_blocks(whole, torch.float32) - weight.float()).norm(dim=1) / weight.float().norm(dim=1)
+    # steps of a fifteenth of a block's range, four deviations; in fp16 3e-5 has few digits itself
+    assert error.max() < 0.09
+    assert dequantize_blocks(whole, dtype).equal(dequantize_blocks(whole, torch.float32).to(dtype))
+    for row in range(5):
+        alone = quantize_blocks(weight[row : row + 1])
+        assert all(a.equal(b[row : row + 1]) for a, b in zip(alone, whole, strict=True))
+
+
+@pytest.mark.parametrize("larger", [1e4, 1e7])
+def test_a_block_far_smaller_than_another_of_its_row_keeps_its_digits(larger: float) -> None:
+    weight = weight_of(8, 2 * BLOCK)
+    weight[:, 0] = larger
+    error = (dequantize_blocks(quantize_blocks(weight), torch.float32) - weight)[:, BLOCK:].square().mean(-1).sqrt()
+    plain = torch.tensor([rounded(block)[0] for block in weight[:, BLOCK:].tolist()])
+    assert error.le(plain * 1.02).all()
+
+
+def test_numbers_on_such_steps_and_constants_and_zeros_are_kept_as_they_are() -> None:
+    generator = torch.Generator().manual_seed(1)
+    levels = torch.randint(16, (8, 3, BLOCK), generator=generator).float()
+    levels[..., 0], levels[..., 1] = 0, 15
+    scale = torch.rand(8, 3, 1, generator=generator).mul(0.1).half().float()
+    weight = (levels * scale - (7.5 * scale).half().float()).flatten(1)
+    weight[5, :32], weight[6], weight[7, 64:] = 0.25, 0, 0
+    # the line through them is found to the digits of fp16
+    torch.testing.assert_close(dequantize_blocks(quantize_blocks(weight), torch.float32), weight, rtol=1e-3, atol=1e-4)
+    assert not dequantize_blocks(quantize_blocks(weight), torch.float32)[6].any()
+
+
+def test_many_numbers_are_quantized_as_few_at_a_time() -> None:
+    weight = weight_of(2000, 96)
+    whole, half = quantize_blocks(weight), quantize_blocks(weight[1000:])
+    assert all(a[1000:].equal(b) for a, b in zip(whole, half, strict=True))
+
+
+def test_blocks_that_are_a_weight_but_for_powers_of_two_are_known() -> None:
+    held = quantize_blocks(weight_of(6, 64).to(BF16))
+    held = held._replace(power=torch.ones(6))
+    weight = dequantize_blocks(held, BF16)
+    powers = torch.tensor([1.0, 4.0, 2.0**-9, 1.0, 2.0**13, 0.5])
+    found = power_between(held, weight * powers.to(BF16)[:, None])
+    assert found is not None and found.equal(powers)
+    assert power_between(held, weight * torch.tensor(3.0).to(BF16)) is None
+    other = weight.clone()
+    other[3, 5] += other[3].abs().amax() / 100
+    assert power_between(held, other) is None
+    weight[2] = 0
+    assert power_between(held, weight) is None
+
+
+@pytest.mark.parametrize("by_sums", [False, True])
+def test_packing_is_undone_by_unpacking(by_sums: bool) -> None:
+    held = quantize_blocks(weight_of(96, 160))
+    for got, expected in zip(unpack_int4(pack_int4(held, by_sums), by_sums), held, strict=True):
+        assert got.equal(expected)
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "most", "off"), [("int4", 0.09, 1e-5), ("int8", 0.006, 1e-4)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_product_in_pytorch_is_that_of_fp64(kind: str, most: float, off: float, bias: bool) -> None:
+    """An int8 weight is off by up to 1/254 of its row's largest, which is nearly twice what is typical."""
+    plain, x = Linear(192, 96, bias=bias).requires_grad_(False), torch.randn(3, 7, 192)
+    plus = plain.bias.double() if bias else None
+    if kind == "int4":
+        linear: Any = Int4Linear(quantize_blocks(plain.weight), plain.bias, torch.float32)
+        weight = dequantize_blocks(linear.held, torch.float64)
+    else:
+        linear = Int8Linear(plain.weight, plain.bias)
+        weight = linear.weight * linear.scale.double()[:, None]
+    got, expected = linear(x), nn.functional.linear(x.double(), plain.weight.double(), plus)
+    assert got.dtype == torch.float32 and got.shape == (3, 7, 96)
+    assert 0 < (got - expected).norm() <= most * expected.norm()
+    # fp32 sums; int8 products take x as integers, off by up to 2^-15 of its row's largest, three times what is typical
+    exact = nn.functional.linear(x.double(), weight, plus)
+    assert (got - exact).norm() <= off * exact.norm()
+
+
+def test_powers_of_outputs_multiply_their_sums() -> None:
+    plain = Linear(64, 64).to(BF16).requires_grad_(False)
+    linear = Int4Linear(quantize_blocks(plain.weight), plain.bias, BF16)
+    linear.scale.data = torch.exp2(torch.arange(64) % 9 - 4.0)
+    weight = dequantize_blocks(linear.held, BF16)
+    x = torch.randn(5, 64).to(BF16)
+    if not pack_linears(linear):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    assert linear(x).equal(packed_linear(x, pack(weight), linear.bias))
+
+
+@pytest.mark.parametrize("n_in", [64, 1024, 1536])
+def test_a_cpu_that_saturates_products_of_bytes_gives_the_same_bits(n_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = Int8Linear(Linear(n_in, 48, bias=False).to(BF16).requires_grad_(False).weight, None)
+    x = torch.randn(9, n_in, generator=torch.Generator().manual_seed(2)).to(BF16)
+    expected = linear(x)
+    monkeypatch.setattr(int8, "has_vnni", lambda: False)
+    monkeypatch.setattr(torch, "_int_mm", None)
+    assert linear(x).equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_an_int8_weight_is_kept_to_half_a_step_of_its_rows_scale(dtype: torch.dtype) -> None:
+    weight = torch.randn(2 * int8.ROWS_AT_ONCE + 3, 40).to(dtype)
+    weight[7] = 0
+    integers, scale = quantize_rows(weight)
+    assert integers.dtype == torch.int8 and scale.dtype == torch.float32 and integers.abs().max() == 127
+    assert (integers.float() * scale[:, None] - weight.float()).abs().max(1).values.le(scale * 0.5001).all()
+    assert not integers[7].any()
+    alone = quantize_rows(weight[5:6])
+    assert alone[0].equal(integers[5:6]) and alone[1].equal(scale[5:6])
+
+
+def test_packing_int8_weights_is_undone_by_unpacking() -> None:
+    weight = torch.randint(-127, 128, (96, 192), dtype=torch.int8)
+    assert not pack(weight).equal(weight) and unpack(pack(weight)).equal(weight)
+
+
+# ---- packed products -------------------------------------------------------------------------------------------------
+
+
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 130]
 KINDS = {
     "bf16": PackedLinear, "int8": PackedInt8Linear, "int4": PackedInt4Linear, "int4 for few rows": SummedInt4Linear,
@@ -89,13 +249,6 @@ def same_bits(kind: str, linear: Linear) -> Callable[[Tensor, Tensor | None], Te
         return lambda x, bias: int4_by_sums(x, held, bias)
     bf16 = pack(dequantize_blocks(linear.held, BF16) if isinstance(linear, Int4Linear) else linear.weight.clone())
     return lambda x, bias: packed_linear(x, bf16, bias)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    n = torch.get_num_threads()
-    yield
-    torch.set_num_threads(n)
 
 
 @pytest.fixture
@@ -193,10 +346,14 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(kin
 def test_where_rows_lie_changes_no_bit(kind: str, apart: int) -> None:
     """Rows of whole lines are read in place, those that begin anywhere or would meet in a cache are put together."""
     n_in = 128 if UNITS[kind] == 64 else 96
-    linear, wide = packed(kind, 64, n_in), torch.randn(70, n_in + apart).to(BF16)
+    linear, wide = packed(kind, 64, n_in), torch.randn(2, 35, n_in + apart).to(BF16)
     for begin in (0, 7) if apart > 7 else (0,):
-        x = wide[:, begin : begin + n_in]
-        assert linear(x).equal(torch.cat([linear(row.clone()[None]) for row in x]))
+        x = wide[..., begin : begin + n_in]
+        alone = torch.stack([torch.cat([linear(row.clone()[None]) for row in rows]) for rows in x])
+        assert linear(x).equal(alone) and linear(x[:, 2]).equal(alone[:, 2])
+    assert linear(x[:0]).shape == (0, 35, 64)
+    turned = torch.randn(n_in, 5).to(BF16).T
+    assert linear(turned).equal(linear(turned.contiguous()))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -218,18 +375,6 @@ def test_a_row_of_zeros_gives_zeros_and_no_row_at_all_gives_none(kind: str, pack
     linear = packed(kind, 64, 64) if packs else linear_of(kind, 64, 64)
     assert not linear(torch.zeros(3, 64).to(BF16)).any()
     assert linear(torch.zeros(0, 64).to(BF16)).shape == (0, 64)
-
-
-def test_rows_may_lie_apart_and_in_any_number_of_dimensions() -> None:
-    linear = packed("bf16", 64, 96)
-    wide = torch.randn(2, 5, 200).to(BF16)
-    x = wide[..., 7:103]  # rows 200 apart that begin anywhere
-    expected = linear(x.clone())
-    assert linear(x).equal(expected) and expected.shape == (2, 5, 64)
-    assert linear(x[:, 2]).equal(expected[:, 2])
-    turned = torch.randn(96, 5).to(BF16).T
-    assert linear(turned).equal(linear(turned.contiguous()))
-    assert linear(x[:0]).shape == (0, 5, 64)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bf16"])
@@ -320,12 +465,9 @@ def test_packing_twice_packs_once() -> None:
 
 @pytest.mark.parametrize("decodes", few([False, True], [False]))
 def test_a_compiled_engine_packs_and_says_what_an_eager_one_says(decodes: bool) -> None:
-    config = EngineConfig(batch_size=3, max_seq_len=300, device="cpu")
-    prompts = [random_ids(n, seed=n) for n in (40, 1, 7)]
-    model = model_of(n_layers=1)
-    eager = Engine(model, None, EngineConfig(batch_size=3, max_seq_len=300, device="cpu", compile=False))
-    expected = eager.logits(prompts[0])
-    compiled = Engine(model, None, config)
+    prompts, model = [random_ids(n, seed=n) for n in (40, 1, 7)], model_of(n_layers=1)
+    expected = tiny_engine(model=model).logits(prompts[0])
+    compiled = tiny_engine(model=model, compile=True)
     assert {type(m).__name__ for m in model.modules()} >= {"PackedLinear"}
     # bf16 activations are rounded at other places
     torch.testing.assert_close(compiled.logits(prompts[0]), expected, rtol=0.05, atol=0.2)
@@ -364,7 +506,7 @@ def test_quantizing_packed_weights_is_refused() -> None:
     model = model_of(n_layers=1)
     pack_or_skip(model)
     with pytest.raises(ValueError, match="packed"):
-        Engine(model, None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", quantize="int8"))
+        tiny_engine(model=model, compile=True, quantize="int8")
 
 
 @kinds

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from gpt_fast_sd.serving.gamma_planner import (
 from tests.helpers import few, thinned
 
 FEW, MANY = 512, 8192
+Measure = Callable[[int, int], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,16 @@ class World:
         return max((tokens[g] / self.round(g, n_keys), g) for g in GAMMA_TIERS)
 
 
-def planner(world: World) -> GammaPlanner:
+def planner(world: World, measure: Measure | None = None, **how: Any) -> GammaPlanner:
+    """A planner that begins, by the times of a world, or as they were measured."""
     made = GammaPlanner("auto", GAMMA_TIERS)
-    made.calibrate(world.measure, few=FEW, many=MANY)
+    made.calibrate(measure or world.measure, few=FEW, many=MANY, **how)
     made.begin()
     return made
+
+
+def tiers(seconds: Callable[[int, int], float], n_keys: int = 1000) -> list[float]:
+    return [seconds(gamma, n_keys) for gamma in GAMMA_TIERS]
 
 
 Acceptance = Callable[[int], float]  # of a draft after accepted ones, by round
@@ -162,11 +169,7 @@ def test_a_longer_text_may_pay_where_a_short_one_does_not() -> None:
 @pytest.mark.parametrize("gamma", [1, 5, 16])
 def test_a_fixed_gamma_is_chosen_always_and_nothing_is_measured(gamma: int) -> None:
     plan = GammaPlanner(gamma, GAMMA_TIERS)
-
-    def never(gamma: int, n_keys: int) -> tuple[float, float]:
-        raise AssertionError("measured")
-
-    plan.calibrate(never, few=FEW, many=MANY)
+    plan.calibrate(lambda *_: pytest.fail("measured"), few=FEW, many=MANY)
     plan.begin()
     for _ in range(100):
         assert plan.choose(1000) == gamma
@@ -285,19 +288,11 @@ def test_a_new_run_soon_finds_that_earlier_ones_were_others() -> None:
 
 
 def test_every_tier_is_measured_and_times_are_lines_over_the_keys() -> None:
-    world = World(0.4, per_draft=0.1, draft_per_key=1e-5, target_per_key=3e-4)
-    asked = []
-
-    def measure(gamma: int, n_keys: int) -> tuple[float, float]:
-        asked.append((gamma, n_keys))
-        return world.measure(gamma, n_keys)
-
-    plan = GammaPlanner("auto", GAMMA_TIERS)
-    plan.calibrate(measure, few=FEW, many=MANY)
+    world, asked = World(0.4, per_draft=0.1, draft_per_key=1e-5, target_per_key=3e-4), []
+    plan = planner(world, lambda *of: asked.append(of) or world.measure(*of))
     assert sorted(asked) == [(gamma, n) for gamma in GAMMA_TIERS for n in (FEW, MANY)]
-    for gamma in GAMMA_TIERS:
-        for n_keys in (0, 100, FEW, 3000, MANY, 16000):  # with fewer keys than were timed as with the fewest
-            assert plan.seconds(gamma, n_keys) == pytest.approx(world.round(gamma, max(n_keys, FEW)))
+    for n_keys in (0, 100, FEW, 3000, MANY, 16000):  # with fewer keys than were timed as with the fewest
+        assert tiers(plan.seconds, n_keys) == pytest.approx(tiers(world.round, max(n_keys, FEW)))
 
 
 class ColdStart(World):
@@ -310,12 +305,25 @@ class ColdStart(World):
         return self.draft + 0.4 / max(1, gamma), self.target_step(gamma, n_keys)
 
 
-def test_what_a_draft_takes_beside_its_steps_weighs_most_on_short_ones() -> None:
-    """Once the highest tier's time was shared evenly: one draft seemed to cost an eighth of eight, and was drawn."""
-    world, plan = ColdStart(0.5), planner(ColdStart(0.5))
-    assert [plan.seconds(g, 1000) for g in GAMMA_TIERS] == pytest.approx([world.round(g, 1000) for g in GAMMA_TIERS])
-    plan.record(1, 1000, 0.9, world.target_step(1, 1000), [1] * 8)
-    assert plan.drafting(8, 1000) == pytest.approx(8 * 0.5 + 0.4)  # a round that takes as long as expected
+class Levels(World):
+    """A hierarchy: a step of its middle level, of 1.6 target steps, brings two drafts at once."""
+
+    def round(self, gamma: int, n_keys: int) -> float:
+        return -(-gamma // 2) * self.draft + self.target_step(gamma, n_keys)
+
+    def measure(self, gamma: int, n_keys: int) -> tuple[float, float]:
+        return -(-gamma // 2) * self.draft / max(1, gamma), self.target_step(gamma, n_keys)
+
+
+@pytest.mark.parametrize(
+    ("world", "how"), [(ColdStart(0.5), {}), (Levels(1.6), {"steps": lambda gamma: -(-gamma // 2)})]
+)
+def test_a_first_draft_is_known_to_cost_more_than_its_part_of_many(world: World, how: dict[str, Any]) -> None:
+    """Once one seemed to cost an eighth of eight, or half of a middle step, and was drafted where plain is faster."""
+    plan, target = planner(world, **how), world.target_step(1, 1000)
+    for _ in range(2):  # a round that takes as long as expected changes nothing
+        assert tiers(plan.seconds) == pytest.approx(tiers(world.round))
+        plan.record(1, 1000, world.round(1, 1000) - target, target, [1] * 8)
 
 
 def test_a_step_that_takes_longer_in_the_loop_than_when_it_was_timed_is_soon_known() -> None:
@@ -337,9 +345,7 @@ class Tiled(World):
 def test_it_finds_the_last_draft_that_is_judged_for_nothing(draft: float, acceptance: float) -> None:
     """Once tiers between were taken to lie on a line, and four drafts to cost a fifth more than they did."""
     world = Tiled(draft)
-    assert [planner(world).seconds(g, 1000) for g in GAMMA_TIERS] == pytest.approx(
-        [world.round(g, 1000) for g in GAMMA_TIERS]
-    )
+    assert tiers(planner(world).seconds) == pytest.approx(tiers(world.round))
     speed, gammas = simulate(world, lambda i: acceptance, rounds=64)
     assert world.best(acceptance)[1] == 4 and gammas[32:].count(4) > 24
     assert speed > 0.97 * world.best(acceptance)[0]
@@ -349,56 +355,31 @@ def test_it_finds_the_last_draft_that_is_judged_for_nothing(draft: float, accept
 def test_a_tier_that_was_timed_while_the_machine_was_slow_is_tried(seed: int) -> None:
     """Once one draft was chosen where two were faster by a tenth, for as long as a run went on."""
     world = World(0.2, per_draft=0.1)
-    plan = GammaPlanner("auto", GAMMA_TIERS)
 
     def measure(gamma: int, n_keys: int) -> tuple[float, float]:
         draft, target = world.measure(gamma, n_keys)
         return draft, target * (1.2 if gamma > 1 else 1.0)
 
-    plan.calibrate(measure, few=FEW, many=MANY)
-    plan.begin()
-    speed, gammas = simulate(world, lambda i: 0.8, rounds=96, seed=seed, plan=plan)
+    speed, gammas = simulate(world, lambda i: 0.8, rounds=96, seed=seed, plan=planner(world, measure))
     assert world.best(0.8)[1] > 1 and gammas[48:].count(1) < 8
     assert speed > 0.93 * world.best(0.8)[0]
 
 
-class Levels(World):
-    """A hierarchy: a step of its middle level, of 1.6 target steps, brings two drafts at once."""
-
-    def round(self, gamma: int, n_keys: int) -> float:
-        return -(-gamma // 2) * self.draft + self.target_step(gamma, n_keys)
-
-    def measure(self, gamma: int, n_keys: int) -> tuple[float, float]:
-        return -(-gamma // 2) * self.draft / max(1, gamma), self.target_step(gamma, n_keys)
-
-
-def test_a_first_draft_costs_a_whole_step_of_a_middle_level() -> None:
-    """Once it was taken for half of one, and was drafted where plain decoding is a quarter faster."""
-    world, plan = Levels(1.6), GammaPlanner("auto", GAMMA_TIERS)
-    plan.calibrate(world.measure, FEW, MANY, steps=lambda gamma: -(-gamma // 2))
-    assert [plan.seconds(g, 1000) for g in GAMMA_TIERS] == pytest.approx([world.round(g, 1000) for g in GAMMA_TIERS])
-    plan.record(1, 1000, 1.6, world.target_step(1, 1000), [1] * 8)
-    assert plan.draft is not None and plan.draft.correction == pytest.approx(1.0)
-
-
 def test_what_the_host_adds_to_a_round_is_part_of_what_it_costs() -> None:
-    """Many drafts share the cost of a round outside its steps; one slow round changes it little."""
+    """Rounds that draft have a time of their own: once what is drawn and compared for each draft looked as if free."""
     world, plan = World(0.5), planner(World(0.5))
-    for _ in range(FIRST_ROUNDS + 1):
+    for _ in range(FIRST_ROUNDS + 1):  # the first ones may have built something
         plan.record_host(0, 0.4)
-    assert plan.seconds(2, 1000) == pytest.approx(world.round(2, 1000) + 0.4)
-    plan.record_host(0, 40.0)
+
+    def found() -> dict[int, float]:
+        return {g: plan.seconds(g, 1000) - world.round(g, 1000) for g in (0, 1, 3, 4, 8)}
+
+    assert found() == pytest.approx(dict.fromkeys((0, 1, 3, 4, 8), 0.4))
+    for _ in range(2):
+        plan.record_host(4, 0.9)
+    assert found() == pytest.approx({0: 0.4, 1: 0.4, 3: 0.9, 4: 0.9, 8: 0.9})
+    plan.record_host(0, 40.0)  # one slow round changes it little
     assert plan.host[0].seconds == pytest.approx(0.42)
-
-
-def test_rounds_that_draft_have_a_host_time_of_their_own() -> None:
-    """Once plain rounds gave it for all: what is drawn and compared for each draft looked as if it took no time."""
-    world, plan = World(0.5), planner(World(0.5))
-    for _ in range(2):  # the first one of each may have built something
-        plan.record_host(0, 0.1)
-        plan.record_host(4, 0.5)
-    found = {g: plan.seconds(g, 1000) - world.round(g, 1000) for g in (0, 1, 3, 4, 8)}
-    assert found == pytest.approx({0: 0.1, 1: 0.1, 3: 0.5, 4: 0.5, 8: 0.5})
 
 
 @pytest.mark.parametrize("building", [[5.0], [5.0, 0.02, 3.0, 2.0, 0.02]])
@@ -429,57 +410,49 @@ def test_a_gamma_whose_first_round_builds_something_is_chosen_again(acceptance: 
 @pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
 def test_seconds_that_no_clock_gives_change_nothing(seconds: float) -> None:
     plan = planner(World(0.3))
-    before = [plan.seconds(g, 1000) for g in GAMMA_TIERS]
+    before = tiers(plan.seconds)
     for gamma in (0, 2):
         plan.record(gamma, 1000, seconds, seconds, [gamma])
         for _ in range(3):
             plan.record_host(gamma, seconds)
-    assert [plan.seconds(g, 1000) for g in GAMMA_TIERS] == before
+    assert tiers(plan.seconds) == before
 
 
 def test_what_refreshes_take_is_corrected_where_rounds_are_timed_as_a_whole() -> None:
-    world, plan = World(0.1), GammaPlanner("auto", GAMMA_TIERS)
-    plan.calibrate(world.measure, FEW, MANY, selecting=lambda n_keys: 0.2)
+    plan = planner(World(0.1), selecting=lambda n_keys: 0.2)
     for _ in range(200):
         plan.record_whole(2, 1000, 0.5 * plan.seconds(2, 1000), [1] * 8)
     assert plan.select is not None and plan.select.correction < 0.5
 
 
-def test_a_step_that_seems_faster_with_more_keys_costs_no_less_than_nothing() -> None:
-    times = StepTimes((512, 1.0), (8192, 0.7))  # noise
-    assert times(512) == times(100_000) == 1.0
-    assert StepTimes((512, 0.1), (8192, 9.0))(1) >= 0.0
-    assert StepTimes((512, 1.0), (512, 3.0))(4000) == 1.0  # a cache of two splits: both are the same place
-
-
 def test_a_line_that_noise_tilts_gives_no_step_for_nothing_and_follows_the_machine() -> None:
     """Once such a line began at 0, which no factor corrects: eight drafts forever cost as much as none."""
-    times = StepTimes((512, 0.1), (8192, 9.0))
-    for n_keys in (0, 1, 20, 512):
-        assert times(n_keys) == pytest.approx(0.1)
+    falls, rises = StepTimes((512, 1.0), (8192, 0.7)), StepTimes((512, 0.1), (8192, 9.0))
+    assert falls(512) == falls(100_000) == 1.0
+    assert [rises(n_keys) for n_keys in (0, 1, 20, 512)] == pytest.approx([0.1] * 4)
     for _ in range(60):
-        times.learn(0, 1.0)
-    assert times(0) == pytest.approx(1.0, rel=0.1)
+        rises.learn(0, 1.0)
+    assert rises(0) == pytest.approx(1.0, rel=0.1)
+    assert StepTimes((512, 1.0), (512, 3.0))(4000) == 1.0  # a cache of two splits: both are the same place
 
 
 @pytest.mark.parametrize("n_keys", [0, 1, 20, FEW])
 def test_drafts_that_are_never_accepted_are_given_up_with_fewer_keys_than_were_timed(n_keys: int) -> None:
     """One short prompt among many slots, after a calibration in which some steps seemed to cost by the key alone."""
-    world, plan = World(0.3), GammaPlanner("auto", GAMMA_TIERS)
+    world = World(0.3)
 
     def measure(gamma: int, n: int) -> tuple[float, float]:
         drafting, verifying = world.measure(gamma, n)
         return drafting, verifying * (MANY / FEW * 1.1 if n == MANY and gamma in (0, 8) else 1.0)
 
-    plan.calibrate(measure, FEW, MANY)
-    assert min(plan.seconds(g, n_keys) for g in GAMMA_TIERS) > 0.9  # of a step at least
+    plan = planner(world, measure)
+    assert min(tiers(plan.seconds, n_keys)) > 0.9  # of a step at least
     _, gammas = simulate(world, lambda i: 0.0, rounds=150, n_keys=n_keys, plan=plan)
     assert sum(g > 0 for g in gammas) < 12
 
 
 def test_steps_that_take_no_time_at_all_divide_nothing_by_zero() -> None:
-    plan = GammaPlanner("auto", GAMMA_TIERS)
-    plan.calibrate(lambda gamma, n_keys: (0.0, 0.0), FEW, MANY)
+    plan = planner(World(0.0), lambda gamma, n_keys: (0.0, 0.0))
     for seconds in (0.0, None, 1.0):
         plan.record_whole(plan.choose(0), 0, seconds, [0])
         plan.record(plan.choose(0), 0, 0.0, 0.0, [0])
@@ -491,8 +464,8 @@ def test_tiers_that_noise_put_in_the_wrong_order_share_what_they_took() -> None:
     assert rising([1.0, 1.1, 1.2, 1.2]) == [1.0, 1.1, 1.2, 1.2]
     assert rising([3.0, 2.0, 1.0]) == pytest.approx([2.0] * 3)
     assert rising([1.0, 1.3, 1.1, 1.5, 1.4, 1.0, 2.0]) == pytest.approx([1.0, 1.2, 1.2, 1.3, 1.3, 1.3, 2.0])
-    noise, plan = dict(zip(GAMMA_TIERS, itertools.cycle([1.1, 0.9]), strict=False)), GammaPlanner("auto", GAMMA_TIERS)
-    plan.calibrate(lambda gamma, n_keys: (0.1, (1 + n_keys / MANY) * noise[gamma]), FEW, MANY)
+    noise = dict(zip(GAMMA_TIERS, itertools.cycle([1.1, 0.9]), strict=False))
+    plan = planner(World(0.1), lambda gamma, n_keys: (0.1, (1 + n_keys / MANY) * noise[gamma]))
     for n_keys in (FEW, 3000, MANY):
         took = [plan.verify[g](n_keys) for g in GAMMA_TIERS]
         assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(took))
@@ -533,8 +506,7 @@ def test_a_round_cut_short_at_the_end_of_a_text_teaches_the_tier_it_is_next_to()
 
 def test_refreshing_a_selection_is_part_of_the_cost_of_a_round() -> None:
     world, free = World(0.1), planner(World(0.1))
-    plan = GammaPlanner("auto", GAMMA_TIERS)
-    plan.calibrate(world.measure, FEW, MANY, lambda n_keys: 1e-4 * n_keys)
+    plan = planner(world, selecting=lambda n_keys: 1e-4 * n_keys)
     for gamma in GAMMA_TIERS:
         extra = 0.1 * plan.tokens(gamma) if gamma else 0.0
         assert plan.seconds(gamma, 1000) == pytest.approx(free.seconds(gamma, 1000) + extra)

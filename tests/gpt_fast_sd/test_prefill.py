@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.fast.choose import FastBackend
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.model import FORMATS, KVCache
 from gpt_fast_sd.prefill import CHUNK, Prefill
 from gpt_fast_sd.steps import Runner
 from tests.drafts import POLICIES, draft_of
-from tests.helpers import few, random_ids, thinned, tiny_config, tiny_model
+from tests.helpers import ahead, few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
 
 MAX_LEN = 4 * CHUNK
 MODEL = tiny_model()
@@ -130,30 +130,13 @@ def test_a_slot_is_relied_on_no_further_than_it_is_kept() -> None:
     assert one.held(0) == 0
 
 
-@torch.inference_mode()
-def test_a_prefill_that_fails_half_way_leaves_nothing_to_rely_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, chunk = prefill(), Prefill.chunk
-
-    def failing(self: Prefill, slot: int, tokens: Sequence[int], start: int) -> None:
-        if start:
-            raise RuntimeError("out of memory")
-        chunk(self, slot, tokens, start)
-
-    one.fill(0, TEXT[:100])
-    with monkeypatch.context() as patched:
-        patched.setattr(Prefill, "chunk", failing)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            one.fill(0, TEXT[:600])
-    assert one.held(0) == 0
-    assert one.fill(0, TEXT[:600]) == 600 and holds(one, 0, TEXT[:600])
-
-
 # ---- in the engine --------------------------------------------------------------------------------------------------
 
 
 def engine(policy: str = "off", **changes: Any) -> Engine:
-    wanted: dict[str, Any] = {"batch_size": 2, "max_seq_len": MAX_LEN, "device": "cpu", "compile": False} | changes
-    return Engine(MODEL, None, EngineConfig(**wanted), DraftConfig(policy=policy, gamma=3, budget=64))
+    return tiny_engine(
+        DraftConfig(policy=policy, gamma=3, budget=64), model=MODEL, **{"max_seq_len": MAX_LEN} | changes
+    )
 
 
 def alone(prompt: list[int], n: int) -> list[int]:
@@ -235,14 +218,13 @@ def chunks_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Prompts are written no further than a cache's capacity, padding included; the list holds where chunks ended."""
-    ends, feed = [], Prefill.feed
+    ends = list[int]()
 
-    def watched(self: Prefill, slot: int, tokens: Tensor, start: int) -> None:
-        assert start + len(tokens) <= self.runner.cache.capacity
+    def watch(self: Prefill, slot: int, tokens: Tensor, start: int) -> None:
         ends.append(start + len(tokens))
-        feed(self, slot, tokens, start)
+        assert ends[-1] <= self.runner.cache.capacity
 
-    monkeypatch.setattr(Prefill, "feed", watched)
+    ahead(monkeypatch, Prefill, "feed", watch)
     return ends
 
 
@@ -259,11 +241,9 @@ def test_no_chunk_of_cuda_is_written_past_the_end_of_a_cache(
 ) -> None:
     """A prompt that is one token short of what the cache holds, after a warm-up."""
     draft = draft_of(policy, budget=64)
-    one = Engine(
-        tiny_model(tiny_config(n_layers=2 if policy == "early_exit" else 1)), None,
-        EngineConfig(batch_size=1, max_seq_len=max_seq_len, device="cpu", compile=False),
-        draft, tiny_model(tiny_config(n_layers=1), seed=1) if draft.draft_model else None,
-    )  # fmt: skip
+    model = tiny_model(tiny_config(n_layers=2 if policy == "early_exit" else 1))
+    theirs = tiny_model(tiny_config(n_layers=1), seed=1) if draft.draft_model else None
+    one = tiny_engine(draft, theirs, model=model, batch_size=1, max_seq_len=max_seq_len)
     assert len(one.generate([random_ids(max_seq_len - 1)], SamplingParams(max_tokens=1))[0].tokens) == 1
     assert max(written) == max(1, -(-(max_seq_len - 2) // CHUNK)) * CHUNK
 

@@ -1,9 +1,16 @@
-"""Quantized weights, of a target and of a copy that drafts for it: the copy costs acceptance, and never a token."""
+"""Quantized weights, of a target and of a copy that drafts for it: the copy costs acceptance, and never a token.
+
+Precisions that run on CUDA alone run on a CPU that is told to run them: torchao quantizes as ever, and only what is a
+GPU's own is replaced: that it is asked for, the layout of packed int4 and the product with it.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +26,404 @@ from gpt_fast_sd.fast.linear_int4 import Int4Linear
 from gpt_fast_sd.fast.linear_int8 import Int8Linear
 from gpt_fast_sd.fast.ops import int4 as ops_int4
 from gpt_fast_sd.fast.ops import int8 as ops_int8
-from gpt_fast_sd.loading import MemoryPlan
+from gpt_fast_sd.loading import MemoryPlan, System, fit, plan_for, workspace
 from gpt_fast_sd.loading.load import load
 from gpt_fast_sd.model import Transformer, load_model, save_hugging_face
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.policies.hierarchy import HierarchyDraft
-from gpt_fast_sd.quantization.quantize import draft_copy, drafter, quantize
+from gpt_fast_sd.quantization import table as precisions
+from gpt_fast_sd.quantization.quantize import draft_copy, drafter, equalize_keys, quantize
+from gpt_fast_sd.quantization.table import TABLE, bytes_held, precision_of
 from gpt_fast_sd.steps import Runner
+from gpt_fast_sd.tp import local_config
 from tests.drafts import MIXTURES, POLICIES, draft_of
-from tests.gpt_fast_sd.policies.drafting import compiles_once
+from tests.float8_folders import save_float8
+from tests.gpt_fast_sd.fast import references
+from tests.gpt_fast_sd.policies.drafting import compiles_once, tokens_of
 from tests.gpuless.live import LiveBytes
-from tests.helpers import few, random_ids, tiny_config, tiny_model, whole_text_logits
+from tests.helpers import few, random_ids, tiny_config, tiny_engine, tiny_model, whole_text_logits
 
-CPU = torch.device("cpu")
-DRAFTED = [name for name in (*POLICIES, *MIXTURES) if name != "lookup"]
+CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+OF_CUDA = ("int4", "float8")
 PROMPTS = [random_ids(n, seed=n) for n in (300, 7, 90)]
+
+
+def unpacked(packed: Tensor, scale_and_zero: Tensor) -> Tensor:
+    """int32 [O / 8, I / 128, 32, 4], bf16 [I / group, O, 2] -> fp32 [O, I]"""
+    n_out = 8 * len(packed)
+    pairs = packed.reshape(n_out, -1).view(torch.uint8)  # [O, I / 2]
+    numbers = torch.stack([pairs >> 4, pairs & 15], -1).flatten(1).float() - 8
+    scale, zero = scale_and_zero.float().transpose(0, 1).unbind(-1)  # [O, I / group] each
+    groups: Tensor = numbers.unflatten(1, (scale.shape[1], -1)) * scale[..., None] + zero[..., None]
+    return groups.flatten(1)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU on which int4 and float8 run, in torchao's tensors, and bytes of which a GPU would have the same."""
+    for name in OF_CUDA:
+        monkeypatch.setitem(TABLE[name], "cpu", replace(TABLE[name]["cuda"], capability=None))  # type: ignore[index]
+    quant_api = importlib.import_module("torchao.quantization.quant_api")
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(precisions, "TOO_MUCH", 10.0)  # of small models most would be padding
+    library = torch.library.Library("aten", "IMPL")
+
+    def pack(pairs: Tensor, inner_k_tiles: int) -> Tensor:
+        assert inner_k_tiles == 8
+        return pairs.view(torch.int32).view(len(pairs) // 8, -1, 32, 4).clone()
+
+    def multiply(x: Tensor, packed: Tensor, group: int, scale_and_zero: Tensor) -> Tensor:
+        return (x.float() @ unpacked(packed, scale_and_zero).t()).to(x.dtype)
+
+    library.impl("_convert_weight_to_int4pack", pack, "CPU")
+    library.impl("_weight_int4pack_mm", multiply, "CPU")
+    yield
+    library._destroy()  # type: ignore[no-untyped-call]
+
+
+def model_of(**changes: Any) -> Transformer:
+    """A bf16 model whose widths every precision takes, though int4 pads them."""
+    small = {"vocab_size": 512, "dim": 128, "n_heads": 8, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 128}
+    return tiny_model(tiny_config(**small | changes), dtype=torch.bfloat16)
+
+
+WIDE = {"dim": 1024, "head_dim": 128, "ffn_dim": 1024}  # int4 pads nothing of it
+
+
+def linears_of(model: nn.Module) -> list[nn.Linear]:
+    return [m for m in model.modules() if isinstance(m, nn.Linear)]
+
+
+def loaded_from(folder: Path, draft: DraftConfig | None = None, **changes: Any) -> Any:
+    wanted = {"batch_size": 1, "max_seq_len": 300, "device": "cpu", "dtype": "bf16", "compile": False} | changes
+    return load(folder, EngineConfig(**wanted), draft or DraftConfig(), None)
+
+
+def plan_of(quantize: str | None = None, **system: Any) -> MemoryPlan:
+    """The plan of a slot of the wide model, unless another is given."""
+    config = EngineConfig(batch_size=system.pop("batch", 1), max_seq_len=300, quantize=quantize)
+    wanted = {"draft": DraftConfig(), "model": model_of(**WIDE).config, "dtype": BF16} | system
+    return MemoryPlan.of(System(config=config, **wanted))
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize(("name", "least", "most"), [("int8", 0.002, 0.1), ("int4", 0.02, 0.8), ("float8", 0.005, 0.3)])
+def test_layers_of_a_target_are_quantized_and_say_nearly_the_same(name: str, least: float, most: float) -> None:
+    model, ids = model_of(qkv_bias=True), random_ids(24)
+    plain, head = whole_text_logits(model, ids).float(), model.output.weight
+    quantize(model, name)
+    assert [precision_of(m) for m in linears_of(model)] == [name] * 4 * 2 + [None]
+    assert model.output.weight is head
+    error = (whole_text_logits(model, ids).float() - plain).norm() / plain.norm()
+    assert least < error < most
+    before = linears_of(model)
+    quantize(model, name)  # once more changes nothing
+    assert all(m is was for m, was in zip(linears_of(model), before, strict=True))
+    other = "int8" if name != "int8" else "float8"
+    with pytest.raises(
+        ValueError, match=f"quantize '{other}' needs plain weights, and this model is quantized already"
+    ):
+        quantize(model, other)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("name", OF_CUDA)
+def test_some_rows_at_a_time_are_quantized_as_all_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = model_of().layers[0].attention.wqkv  # type: ignore[union-attr]
+    assert isinstance(linear, nn.Linear)
+    whole = TABLE[name]["cpu"].of(linear).weight.data
+    monkeypatch.setattr(precisions, "ROWS_AT_ONCE", 80)  # the last part is shorter
+    parts = TABLE[name]["cpu"].of(linear).weight.data
+    assert type(parts) is type(whole) and parts.shape == linear.weight.shape
+    (names, attributes), (_, expected) = parts.__tensor_flatten__(), whole.__tensor_flatten__()  # type: ignore[attr-defined]
+    assert attributes == expected
+    for each in names:
+        got, want = getattr(parts, each), getattr(whole, each)
+        assert got.shape == want.shape and got.dtype == want.dtype
+        # int4 stops improving when the mean error of what it looks at no longer falls
+        assert name == "int4" or got.float().equal(want.float())
+    x = torch.eye(128, dtype=torch.bfloat16)
+    weights = [nn.functional.linear(x, w).t().float() for w in (parts, whole)]
+    errors = [(w - linear.weight.float()).norm() / linear.weight.float().norm() for w in weights]
+    assert errors[0] < 1.05 * errors[1] and errors[1] < (0.12 if name == "int4" else 0.03)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("name", ["int8", *OF_CUDA])
+def test_a_copy_that_drafts_has_an_int8_head_or_one_of_float8(name: str) -> None:
+    model = model_of()
+    before = {key: (p.data_ptr(), p.clone()) for key, p in model.named_parameters()}
+    copy = draft_copy(model, name)
+    assert [precision_of(m) for m in linears_of(copy)] == [name] * 4 * 2 + ["float8" if name == "float8" else "int8"]
+    assert all(p.data_ptr() == before[key][0] and p.equal(before[key][1]) for key, p in model.named_parameters())
+    assert copy.embedding is model.embedding and copy.norm is model.norm
+    quantize(model, name)
+    again = draft_copy(model, name)
+    assert again.layers is model.layers and again.output is not model.output
+    one = tiny_engine(DraftConfig(policy="full", gamma=1, quantize=name), model=model, quantize=name, batch_size=1)
+    assert one._plan.draft_weights == bytes_held(again.output)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize(
+    ("name", "of_target"),
+    few([(name, of_target) for name in ("int8", *OF_CUDA) for of_target in (False, True)],
+        [("float8", False), ("int4", True)]),
+)  # fmt: skip
+def test_drafts_of_any_precision_give_what_plain_decoding_of_the_target_gives(name: str, of_target: bool) -> None:
+    draft = DraftConfig(policy="streaming", budget=40, gamma=3, quantize=name)
+    one = tiny_engine(draft, model=model_of(), exact=True, quantize=name if of_target else None)
+    params = SamplingParams(max_tokens=12)
+    expected = tokens_of(one.generate(PROMPTS, params, speculate=False))
+    assert one.stats.drafted == 0
+    assert tokens_of(one.generate(PROMPTS, params)) == expected
+    assert one.stats.drafted > 0
+
+
+# ---- equalized keys -------------------------------------------------------------------------------------------------
+
+
+def with_a_large_bias() -> Transformer:
+    """A model one of whose keys' dimensions is far larger than the others."""
+    model = model_of(qkv_bias=True)
+    for block in model.layers:
+        bias = block.attention.wqkv.bias.data.unflatten(0, (2, 6, 16))  # type: ignore[union-attr]
+        bias[:, 4, 3] = 300.0
+    return model
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_keys_of_float8_weights_are_equalized_by_their_scales_and_no_bit_changes() -> None:
+    model, ids = with_a_large_bias(), random_ids(24)
+    quantize(model, "float8")
+    expected = whole_text_logits(model, ids)
+    equalize_keys(model)
+    for block in model.layers:
+        bias = block.attention.wqkv.bias.unflatten(0, (2, 6, 16))  # type: ignore[union-attr]
+        assert bias[:, 4].abs().max() < 10
+    assert whole_text_logits(model, ids).equal(expected)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["int8", "float8"]))
+def test_keys_of_weights_that_are_quantized_as_they_are_read_are_equalized(name: str, tmp_path: Path) -> None:
+    save_hugging_face(with_a_large_bias(), tmp_path, dtype=torch.bfloat16)
+    model, config = (loaded := loaded_from(tmp_path, quantize=name)).model, loaded.config
+    whole = load_model(tmp_path, dtype=torch.bfloat16)
+    got = Engine(model, None, config).logits(random_ids(40))
+    assert got.equal(Engine(whole, None, config).logits(random_ids(40)))
+    for block in model.layers:
+        assert block.attention.wqkv.bias.unflatten(0, (2, 6, 16))[:, 4].abs().max() < 10  # type: ignore[union-attr]
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("name", few(OF_CUDA, ["float8"]))
+def test_a_target_is_quantized_as_it_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no time is more there than what is quantized, a matrix, and what is planned beside it."""
+    rows = 256 if name == "int4" else 64
+    for module in (precisions, ops_int8):
+        monkeypatch.setattr(module, "ROWS_AT_ONCE", rows)
+    source = model_of(**WIDE)
+    save_hugging_face(source, tmp_path, dtype=torch.bfloat16)
+    with LiveBytes() as live:
+        loaded = loaded_from(tmp_path, quantize=name)
+    held = bytes_held(loaded.model)
+    assert loaded.plan.weights == held < 0.75 * bytes_held(source)
+    largest, beside = 2 * 2048 * 1024, 4 * TABLE[name]["cpu"].beside * rows * 1024
+    # half of a matrix is stored, and read, by itself
+    assert live.peak <= held + 1.5 * largest + beside + 2**14
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["int8", "float8"]))
+def test_making_a_copy_takes_no_more_than_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (precisions, workspace, ops_int8):
+        monkeypatch.setattr(module, "ROWS_AT_ONCE", 256)
+    one = tiny_engine(model=model_of(**WIDE, n_layers=1), batch_size=1, max_seq_len=300)
+    draft = DraftConfig(policy="full", gamma=1, quantize=name)
+    plan = one._plan_of(draft, None)
+    with LiveBytes() as live:
+        copy = draft_copy(one.model, name)
+    own = bytes_held(copy) - sum(p.nbytes for p in one.model.parameters() if any(p is q for q in copy.parameters()))
+    beside = workspace._quantizing(one.model.config, TABLE[name]["cpu"].beside)
+    assert own == plan.draft_weights < live.peak <= own + beside and plan.workspace >= beside
+
+
+@pytest.mark.parametrize(("n_rows", "copies"), [(256, 0), (300, 1)])
+def test_only_int8_products_of_many_rows_copy_a_weight(
+    n_rows: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CUDA's body allocates; the copy is in the memory plan."""
+    references.as_on_cuda(monkeypatch)
+    linear = Int8Linear(torch.randn(512, 2048).bfloat16(), None)
+    x = torch.randn(n_rows, 2048).bfloat16()
+    with LiveBytes("cuda") as live, torch.inference_mode():
+        linear(x)
+    assert live.peak == copies * TABLE["int8"]["cuda"].widened * linear.weight.numel() + 2 * n_rows * 512
+    plans = [plan_of(quantize, device=CUDA) for quantize in (None, "int8")]
+    assert plans[1].workspace >= plans[0].workspace + 2 * 2048 * 1024
+    assert plans[1].captured >= plans[0].captured + 2 * 2048 * 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unpacking_an_int4_weight_in_each_product_is_planned_for(dtype: torch.dtype) -> None:
+    """Where no kernel reads the blocks, PyTorch writes the weight that they stand for, by way of fp32."""
+    linear = precisions.int4_in_blocks(Linear(2048, 512, bias=False).to(dtype).requires_grad_(False))
+    x = torch.randn(1, 2048).to(dtype)
+    with LiveBytes("cpu") as live, torch.inference_mode():
+        linear(x)
+    most = TABLE["int4"]["cpu"].widened * 2048 * 512
+    assert 0.9 * most < live.peak <= most
+    plain, int4, packed = plan_of(dtype=dtype), plan_of("int4", dtype=dtype), plan_of("int4", dtype=dtype, packs=True)
+    largest = max(rows * columns for rows, columns in precisions.matrices_of(model_of(**WIDE).config, 1).values())
+    assert int4.workspace >= plain.workspace + 10 * largest and packed.workspace < int4.workspace
+
+
+@pytest.mark.parametrize("builds", [True, False])
+def test_unpacking_is_planned_for_where_no_kernel_can_be_built(builds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "packing_builds", lambda: builds)
+    config, model = EngineConfig(batch_size=1, max_seq_len=300, quantize="int4"), model_of(**WIDE).config
+    system = System(config=config, draft=DraftConfig(), model=model, dtype=BF16)
+    assert plan_for(system).workspace == MemoryPlan.of(replace(system, packs=builds)).workspace
+    # no kernel reads weights of other outputs than multiples of 32: of ten heads of 40
+    odd = replace(model, n_heads=8, n_kv_heads=1, head_dim=40)
+    assert workspace._largest_of_layers(model, 1, packs=True) == 0
+    assert workspace._largest_of_layers(odd, 1, packs=True) == 400 * model.dim
+
+
+def test_a_draft_model_of_several_ranks_has_its_part_of_a_copy_on_each() -> None:
+    theirs, draft = model_of(**WIDE).config, DraftConfig(policy="standalone", draft_model="small", quantize="int8")
+
+    def copied(ranks: int) -> int:
+        return plan_of(draft=draft, draft_model=local_config(theirs, ranks), draft_ranks=ranks).draft_weights
+
+    assert copied(1) / 2 <= copied(2) <= 0.51 * copied(1)  # of sums each rank has a scale for every output
+
+
+@pytest.mark.parametrize("policy", ["hierarchy", "full"])
+def test_an_int8_head_of_many_rows_is_planned_as_it_is_widened(policy: str) -> None:
+    """A hierarchy's middle level gives logits after four tokens of each row: 65 rows are more than are tiled."""
+    model = replace(model_of(**WIDE).config, vocab_size=64_000)
+
+    def widened(batch: int) -> int:
+        drafts = (DraftConfig(policy=policy, quantize=q) for q in ("int8", None))
+        own, none = (plan_of(draft=draft, batch=batch, model=model, device=CUDA).captured for draft in drafts)
+        return own - none
+
+    largest = 2 * max(rows * columns for rows, columns in precisions.matrices_of(model, 1).values())
+    few, many = (64, 65) if policy == "hierarchy" else (256, 257)
+    assert (widened(few), widened(many)) == (largest, 2 * 64_000 * model.dim)
+
+
+# ---- float8 as it is stored -----------------------------------------------------------------------------------------
+
+WHOLE = tiny_config(dim=64, head_dim=16, ffn_dim=96)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("kind", ["channel", "tensor", "fbgemm_fp8"])
+@pytest.mark.filterwarnings("error")
+def test_weights_that_are_stored_in_float8_stay_so_where_it_runs(kind: str, tmp_path: Path) -> None:
+    meant = save_float8(tmp_path, kind, config=WHOLE)
+    with LiveBytes() as live:
+        loaded = loaded_from(tmp_path)
+    assert loaded.config.quantize == "float8"
+    assert [precision_of(m) for m in linears_of(loaded.model)] == ["float8"] * 4 * 2 + [None]
+    held = bytes_held(loaded.model)
+    assert loaded.plan.weights == held and live.peak <= held + 1.5 * 2 * 192 * 64 + 2**14
+    # a weight is what it was stored as, seen through a product with one input at a time
+    down = loaded.model.layers[1].feed_forward.w_out
+    got = torch.stack([down(row[None])[0] for row in 256 * torch.eye(96, dtype=torch.bfloat16)], 1) / 256
+    expected = meant["model.layers.1.mlp.down_proj.weight"]
+    torch.testing.assert_close(got.float(), expected, rtol=2**-7, atol=1e-6)  # bf16, inside the product, too
+    one = Engine(loaded.model, None, loaded.config)
+    assert one.config.quantize == "float8"
+    assert len(one.generate([random_ids(20)], SamplingParams(max_tokens=4))[0].tokens) == 4
+
+
+def test_float8_that_does_not_run_is_dequantized_and_it_is_said_once(tmp_path: Path) -> None:
+    meant = save_float8(tmp_path, config=WHOLE)
+    with pytest.warns(UserWarning) as said:
+        loaded = loaded_from(tmp_path)
+    (one,) = [str(w.message) for w in said]
+    assert "stored in float8 are dequantized as they are read: quantize 'float8' runs on device 'cuda', and" in one
+    assert loaded.config.quantize is None and {precision_of(m) for m in linears_of(loaded.model)} == {None}
+    expected = meant["model.layers.1.mlp.down_proj.weight"].bfloat16()
+    assert loaded.model.layers[1].feed_forward.w_out.weight.equal(expected)
+    with pytest.warns(UserWarning, match="dequantized as they are read: --quantize int8"):
+        loaded = loaded_from(tmp_path, quantize="int8")
+    assert {type(m) for m in linears_of(loaded.model.layers)} == {Int8Linear}
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_layers_that_a_checkpoint_leaves_alone_let_all_run_at_one_precision(tmp_path: Path) -> None:
+    """Steps are compiled for one layer, so layers do not differ in kind."""
+    save_float8(tmp_path, config=WHOLE, plain=("lm_head", "layers.1.mlp.down_proj"))
+    with pytest.warns(UserWarning, match=r"dequantized .*: model\.layers\.1\.mlp\.down_proj\.weight is not, and all"):
+        loaded = loaded_from(tmp_path)
+    assert {precision_of(m) for m in linears_of(loaded.model)} == {None} and loaded.config.quantize is None
+    asked = loaded_from(tmp_path, quantize="float8")
+    assert {precision_of(m) for m in linears_of(asked.model.layers)} == {"float8"}
+
+
+@pytest.mark.filterwarnings("ignore:.*dequantized")
+def test_what_a_checkpoint_says_of_a_cache_is_left_to_the_user(tmp_path: Path) -> None:
+    save_float8(tmp_path, config=WHOLE, kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"})
+    with pytest.warns(UserWarning, match="kv_cache_scheme is ignored, .* pass --kv-dtype int8"):
+        loaded = loaded_from(tmp_path)
+    assert loaded.config.kv_dtype is None
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_refuses_what_runs_on_cuda_before_weights_are_read(tmp_path: Path) -> None:
+    save_hugging_face(model_of(), tmp_path, dtype=torch.bfloat16)
+    (tmp_path / "model.safetensors").write_bytes(b"")  # what is in it is not looked at
+    for draft, changes, whose in ((DraftConfig(), {"quantize": "float8"}, ""),
+                                  (DraftConfig(policy="full", quantize="float8"), {}, " of a draft")):  # fmt: skip
+        said = f"quantize 'float8'{whose} runs on device 'cuda', and the model is on 'cpu': use 'int8' or 'int4'$"
+        with pytest.raises(ValueError, match=said):
+            loaded_from(tmp_path, draft, **changes)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_draft_of_another_precision_than_a_quantized_target_is_refused() -> None:
+    model = model_of()
+    with pytest.raises(
+        ValueError, match=r"'float8' of a draft needs a target with plain weights, .* this one's are int4"
+    ):
+        tiny_engine(DraftConfig(policy="full", quantize="float8"), model=model, quantize="int4")
+    assert {precision_of(m) for m in linears_of(model)} == {None}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("name", OF_CUDA)
+def test_steps_over_a_librarys_tensors_are_compiled_for_one_layer_and_once(name: str) -> None:
+    draft = DraftConfig(policy="streaming", budget=40, gamma=3, quantize=name)
+    one = tiny_engine(draft, model=model_of(n_layers=3), quantize=name, compile=True)
+    for speculate in (True, False):
+        found = one.generate(PROMPTS, SamplingParams(max_tokens=12), speculate=speculate)
+        assert [len(c.tokens) for c in found] == [12] * 3
+        assert one.stats.recompiles == 0
+
+
+# ---- weights that run on a CPU ---------------------------------------------------------------------------------------
+
+
+DRAFTED = [name for name in (*POLICIES, *MIXTURES) if name != "lookup"]
 GREEDY = SamplingParams(max_tokens=24)
 LAYERS = {"int8": Int8Linear, "int4": Int4Linear}  # of a quantized model; the head of a copy is int8
 PRECISIONS = list(LAYERS)
 
 
-def engine(draft: DraftConfig | None = None, draft_model: Transformer | None = None, **changes: Any) -> Engine:
-    wanted: dict[str, Any] = {"batch_size": 2, "max_seq_len": 512, "device": "cpu", "compile": False} | changes
-    return Engine(tiny(), None, EngineConfig(**wanted), draft, draft_model)
+def engine(draft: DraftConfig | None = None, draft_model: Transformer | None = None, **settings: Any) -> Engine:
+    return tiny_engine(draft, draft_model, model=tiny(), **settings)
 
 
 def tiny(*, seed: int = 0, **changes: Any) -> Transformer:
@@ -55,11 +437,18 @@ def has_precision(model: Transformer, name: str) -> bool:
     return layers == {LAYERS[name]} and type(model.output) is Int8Linear
 
 
-def tokens_of(one: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
+def spoken(one: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [completion.tokens for completion in one.generate(PROMPTS, params)]
 
 
-def model_of(**changes: Any) -> Transformer:
+def drafters(one: Engine) -> list[Runner]:
+    """The models that draft, with their caches."""
+    levels = (one.policy, getattr(one.policy, "cheap", None))
+    return [level.target if isinstance(level, HierarchyDraft) else level.runner for level in levels
+            if isinstance(level, (HierarchyDraft, ModelDraft))]  # fmt: skip
+
+
+def packable(**changes: Any) -> Transformer:
     """A bf16 model all of whose weights the kernel serves."""
     config = tiny_config(vocab_size=512, dim=64, head_dim=32, ffn_dim=128, **changes)
     return tiny_model(config, dtype=torch.bfloat16)
@@ -91,7 +480,7 @@ def is_untouched(model: nn.Module, before: dict[str, tuple[int, Tensor]]) -> boo
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_copy_owns_its_matrices_and_shares_all_else(precision: str, changes: dict[str, Any], packs: bool) -> None:
-    model = model_of(**changes)
+    model = packable(**changes)
     ids = random_ids(40)
     plain = whole_text_logits(model, ids)
     if packs and not pack_linears(model):
@@ -113,26 +502,11 @@ def test_a_copy_owns_its_matrices_and_shares_all_else(precision: str, changes: d
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_copy_of_a_part_of_a_model_owns_no_more_than_that_part(precision: str) -> None:
-    short = draft_copy(model_of(n_layers=3).first_layers(1), precision)
-    assert sum(isinstance(m, nn.Linear) for m in short.modules()) == 5 and short.config.n_layers == 1
-    assert has_precision(short, precision)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_copy_of_layers_that_have_its_precision_has_them_and_a_head_of_its_own(precision: str) -> None:
-    model = model_of()
-    quantize(model, precision)
-    copy = draft_copy(model, precision)
-    assert copy.layers is model.layers and isinstance(copy.output, Int8Linear) and type(model.output) is Linear
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_copy_that_is_compiled_is_packed_and_says_the_same(precision: str) -> None:
-    model = model_of()
+    model = packable()
     if not pack_linears(model):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
-    cache = Engine(model_of(), None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)).cache
+    cache = tiny_engine(model=packable()).cache
     eager, compiled = (
         drafter(Runner(model, cache, backend=FastBackend(CPU, options)), precision).model for options in (None, {})
     )
@@ -155,15 +529,12 @@ def test_quantized_drafts_change_no_token(precision: str, name: str) -> None:
     small = tiny(seed=1) if draft.draft_model else None
     one = engine(draft, small)
     before = bytes_of(one.model)
-    expected = tokens_of(engine())
-    assert tokens_of(one) == expected
+    expected = spoken(engine())
+    assert spoken(one) == expected
     assert one.stats.drafted > 0 and is_untouched(one.model, before)
-    levels = [one.policy, getattr(one.policy, "cheap", None)]
-    drafting = [level.target if isinstance(level, HierarchyDraft) else level.runner for level in levels
-                if isinstance(level, (HierarchyDraft, ModelDraft))]  # fmt: skip
-    for runner in drafting:
-        assert has_precision(runner.model, precision)
-    assert one.cache.layers[0].k.data_ptr() in {r.cache.layers[0].k.data_ptr() for r in drafting} or "stand" in name
+    assert all(has_precision(runner.model, precision) for runner in drafters(one))
+    caches = {runner.cache.layers[0].k.data_ptr() for runner in drafters(one)}
+    assert one.cache.layers[0].k.data_ptr() in caches or "stand" in name
     if small is not None:
         assert {type(m) for m in small.modules() if isinstance(m, nn.Linear)} == {Linear}
 
@@ -173,7 +544,7 @@ def test_a_draft_that_reads_all_is_accepted_often_and_not_always(precision: str,
     """Below 100 % the copy is what drafts; it is the target's own precision where no copy is made."""
     params = SamplingParams(max_tokens=60)
     own, copied = engine(draft_of("full", gamma=3)), engine(draft_of("full", gamma=3, quantize=precision))
-    assert tokens_of(copied, params) == tokens_of(own, params)
+    assert spoken(copied, params) == spoken(own, params)
     assert own.stats.acceptance_rate == 1.0
     assert least < copied.stats.acceptance_rate < 1.0
 
@@ -182,19 +553,20 @@ def test_a_draft_that_reads_all_is_accepted_often_and_not_always(precision: str,
 def test_drafts_for_a_target_of_their_precision_give_that_targets_tokens(precision: str) -> None:
     plain = engine(quantize=precision)
     one = engine(draft_of("streaming", gamma=3, quantize=precision), quantize=precision)
-    assert tokens_of(one) == tokens_of(plain)
+    assert spoken(one) == spoken(plain)
     assert one.policy is not None and one.policy.runner.model.layers is one.model.layers  # type: ignore[attr-defined]
 
 
 def test_another_draft_may_be_quantized_or_not() -> None:
     one = engine(draft_of("streaming", gamma=3))
-    expected, before = tokens_of(one), bytes_of(one.model)
+    expected, before = spoken(one), bytes_of(one.model)
     for wanted in ("int8", None, "int4"):
         one.redraft(draft_of("quest", gamma=3, quantize=wanted))
-        assert tokens_of(one) == expected and is_untouched(one.model, before)
+        assert spoken(one) == expected and is_untouched(one.model, before)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("a_compiler")
 def test_steps_of_a_copy_are_compiled_once() -> None:
     compiles_once("streaming", n_graphs=1, budget=40, quantize="int8")
 
@@ -203,22 +575,20 @@ def test_steps_of_a_copy_are_compiled_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_with_int4_weights_are_compiled_once(dtype: torch.dtype) -> None:
     draft = draft_of("streaming", gamma=3, quantize="int4")
-    config = EngineConfig(batch_size=2, max_seq_len=512, device="cpu", quantize="int4")
     shape = tiny_config(vocab_size=512, dim=64, head_dim=32, ffn_dim=128)
-    one = Engine(tiny_model(shape, dtype=dtype), None, config, draft)
-    spoken = tokens_of(one)
+    one = tiny_engine(draft, model=tiny_model(shape, dtype=dtype), quantize="int4", compile=True)
+    first = spoken(one)
     assert one.stats.recompiles == 0 and one.stats.drafted > 0
-    assert [c.tokens for c in one.generate(PROMPTS, GREEDY)] == spoken
+    assert spoken(one) == first
     if dtype == torch.float32:
-        eager = Engine(tiny_model(shape), None, dataclasses.replace(config, compile=False))
-        assert tokens_of(eager) == spoken
+        assert spoken(tiny_engine(model=tiny_model(shape), quantize="int4")) == first
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
 def test_a_device_that_runs_no_such_draft_refuses_it() -> None:
-    model, cache = model_of(), engine().cache
+    model, cache = packable(), engine().cache
     runner = Runner(model, cache)
     meta = type("Meta", (Runner,), {"device": torch.device("meta")})(model, cache)
     assert drafter(meta, None) is meta and drafter(runner, None) is runner
@@ -229,21 +599,19 @@ def test_a_device_that_runs_no_such_draft_refuses_it() -> None:
 
 
 def test_int4_with_a_width_that_no_block_divides_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    model = tiny_model()
-    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)
-    for name, changed, draft in (
-        ("quantize 'int4'", {"quantize": "int4"}, None),
-        ("quantize 'int4' of a draft", {}, DraftConfig(policy="streaming", budget=24, quantize="int4")),
-    ):
-        with pytest.raises(ValueError, match=f"^{name} needs inputs that 32 divides, and w_out has 48 and 32$"):
-            Engine(model, None, dataclasses.replace(config, **changed), draft)
-    one = Engine(model, None, config)
-    with pytest.raises(ValueError, match="needs inputs that 32 divides"):
-        one.redraft(DraftConfig(policy="streaming", budget=24, quantize="int4"))
+    model, draft = tiny_model(), DraftConfig(policy="streaming", budget=24, quantize="int4")
+    said = "needs inputs that 32 divides, and w_out has 48 and 32$"
+    with pytest.raises(ValueError, match=f"^quantize 'int4' {said}"):
+        tiny_engine(model=model, quantize="int4")
+    with pytest.raises(ValueError, match=f"^quantize 'int4' of a draft {said}"):
+        tiny_engine(draft, model=model)
+    one = tiny_engine(model=model)
+    with pytest.raises(ValueError, match=said):
+        one.redraft(draft)
     assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {Linear}
     save_hugging_face(model, tmp_path, dtype=torch.float32)
-    with pytest.raises(ValueError, match="quantize 'int4' needs inputs that 32 divides"):
-        load(tmp_path, dataclasses.replace(config, quantize="int4"), DraftConfig(), None)
+    with pytest.raises(ValueError, match=f"quantize 'int4' {said}"):
+        load(tmp_path, dataclasses.replace(one.config, quantize="int4"), DraftConfig(), None)
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -257,46 +625,39 @@ def test_the_plan_counts_what_copies_own(precision: str, name: str) -> None:
     one = engine(draft, small)
     sources = [one.model, *([small] if small else [])]
     theirs = {p.data_ptr() for model in sources for p in model.parameters()}
-    levels = [one.policy, getattr(one.policy, "cheap", None)]
-    models = [level.target.model if isinstance(level, HierarchyDraft) else level.runner.model for level in levels
-              if isinstance(level, (HierarchyDraft, ModelDraft))]  # fmt: skip
-    own = sum(p.nbytes for model in models for p in model.parameters() if p.data_ptr() not in theirs)
-    assert one._plan.draft_weights == own
-    assert one._plan.parts["quantized draft weights"] == own
+    own = sum(p.nbytes for r in drafters(one) for p in r.model.parameters() if p.data_ptr() not in theirs)
+    assert one._plan.draft_weights == one._plan.parts["quantized draft weights"] == own
     without = dataclasses.replace(one._plan.system, draft=draft_of(name, gamma=3))
     assert MemoryPlan.of(without).draft_weights == 0
 
 
 @pytest.mark.parametrize(("precision", "other"), [("int8", "int4"), ("int4", "int8")])
 def test_weights_that_are_quantized_are_not_run_as_if_they_were_not(precision: str, other: str) -> None:
-    model = model_of()
-    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False, quantize=precision)
-    Engine(model, None, config)
+    model = packable()
+    tiny_engine(model=model, quantize=precision)
     with pytest.raises(ValueError, match=r"weights are quantized: pass the same quantize, or load the model again"):
-        Engine(model, None, dataclasses.replace(config, quantize=None))
+        tiny_engine(model=model)
     with pytest.raises(ValueError, match=f"quantize '{other}' needs plain weights, and this model is quantized alread"):
-        Engine(model, None, dataclasses.replace(config, quantize=other))
-    Engine(model, None, config)
+        tiny_engine(model=model, quantize=other)
+    tiny_engine(model=model, quantize=precision)
+
+
+def test_a_draft_that_does_not_run_leaves_the_target_as_it_is() -> None:
+    model, draft = packable(), DraftConfig(policy="streaming", quantize="float8")
+    with pytest.raises(ValueError, match="quantize 'float8' of a draft"):
+        tiny_engine(draft, model=model, quantize="int8")
+    assert not any(isinstance(m, Int8Linear) for m in model.modules())
 
 
 def test_weights_that_an_engine_runs_are_not_quantized_under_it() -> None:
     """Once a second engine quantized them in place, and the first one's target was another from then on."""
-    model, ids = model_of(), random_ids(40)
-    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)
-    first = Engine(model, None, config)
+    model, ids = packable(), random_ids(40)
+    first = tiny_engine(model=model)
     said = first.logits(ids)
     with pytest.raises(ValueError, match="runs this model's weights as they are: pass no quantize, or load the"):
-        Engine(model, None, dataclasses.replace(config, quantize="int8"))
+        tiny_engine(model=model, quantize="int8")
     assert first.logits(ids).equal(said)
-    Engine(copy.deepcopy(model), None, dataclasses.replace(config, quantize="int8"))
-
-
-def test_a_draft_that_does_not_run_leaves_the_target_as_it_is() -> None:
-    model, draft = model_of(), DraftConfig(policy="streaming", quantize="float8")
-    config = EngineConfig(batch_size=1, max_seq_len=512, device="cpu", compile=False, quantize="int8")
-    with pytest.raises(ValueError, match="quantize 'float8' of a draft"):
-        Engine(model, None, config, draft)
-    assert not any(isinstance(m, Int8Linear) for m in model.modules())
+    tiny_engine(model=copy.deepcopy(model), quantize="int8")
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------
@@ -306,7 +667,7 @@ def test_a_draft_that_does_not_run_leaves_the_target_as_it_is() -> None:
     "changes", few([{}, {"tie_embeddings": True}, {"qkv_bias": True}], [{"qkv_bias": True}]), ids=str
 )
 @pytest.mark.parametrize(("precision", "copies"), [("int8", 5), ("int4", 16)])
-def test_a_target_is_quantized_as_it_is_read(
+def test_a_target_is_quantized_as_it_is_read_and_says_what_one_says_that_is_quantized_later(
     precision: str, copies: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At no time is more there than what is quantized, a matrix and a half, and rows of it in fp32, a few times."""

@@ -163,59 +163,37 @@ def test_a_piece_is_the_text_that_its_token_made_certain() -> None:
     assert event.text == "é!ENx" == one.text
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_eos_among_the_accepted_drafts_ends_the_output_there_unless_it_is_ignored(ignored: bool) -> None:
-    one = request(StreamDecoder(ByteTokenizer()), max_tokens=20, ignore_eos=ignored)
-    event = commit(one, [*b"hi", EOS, *b"!?"], judged=4)
-    if ignored:
-        assert event.text == "hi!?" and len(event.tokens) == 5 and event.completion is None
-        return
-    assert (event.tokens, event.text, event.sources) == ([*b"hi", EOS], "hi", ["streaming"] * 3)
-    assert (event.drafted, event.accepted) == (3, 3)  # the fourth draft stood past the end
-    assert event.completion and event.completion.finish_reason == "stop"
-    assert event.completion.tokens == [*b"hi", EOS] and event.completion.text == "hi"
+HI, STOP = [*b"hi", EOS, *b"!?"], {"stop": "END", "max_tokens": 99}
+# texts of tokens 0, 1, ..., or the ids of bytes; parameters and drafts judged -> tokens kept, text, drafted, reason
+ENDS: list[tuple[list[Any], dict[str, Any], int, int, str, int, str]] = [
+    (["one ", "END", " two", " three", "."], STOP, 4, 2, "one ", 2, "stop"),  # whole in one draft
+    (["a", "E", "N", "D", "b"], STOP, 4, 4, "a", 4, "stop"),  # over three, the last draft completes it
+    (["a", "bEN", "D", "c", "d"], STOP, 4, 3, "ab", 3, "stop"),
+    (["END", "a", "b", "c", "d"], STOP, 4, 1, "", 1, "stop"),
+    (["a", "EN", "D"], STOP, 4, 3, "a", 4, "stop"),  # the target's own token completes it: the round is whole
+    (["a", "b", "c", "d"], {"max_tokens": 2}, 3, 2, "ab", 2, "length"),
+    (["a", "b", "c", "d"], {"max_tokens": 4}, 3, 4, "abcd", 3, "length"),
+    (HI, {"max_tokens": 20}, 4, 3, "hi", 3, "stop"),  # the fourth draft stood past the end
+    (HI, {"max_tokens": 5, "ignore_eos": True}, 4, 5, "hi!?", 4, "length"),
+]
 
 
-@pytest.mark.parametrize(
-    ("texts", "text", "taken"),
-    [
-        (["one ", "END", " two", " three", "."], "one ", 2),  # whole in one draft
-        (["a", "E", "N", "D", "b"], "a", 4),  # over three, the last draft completes it
-        (["a", "bEN", "D", "c", "d"], "ab", 3),
-        (["END", "a", "b", "c", "d"], "", 1),
-    ],
-)
-def test_a_stop_string_among_the_accepted_drafts_ends_the_round(texts: list[str], text: str, taken: int) -> None:
-    one = request(Pieces(*texts), max_tokens=99, stop="END")
-    event = commit(one, [0, 1, 2, 3, 4], judged=4)
-    assert (event.text, event.tokens, event.sources) == (text, list(range(taken)), ["streaming"] * taken)
-    assert (event.drafted, event.accepted) == (taken, taken)  # what is past the end does not count
-    assert one.finish_reason == "stop" and one.completion().text == text
-    stats = one.completion().stats
-    assert (stats.drafted, stats.accepted, stats.rounds, stats.emitted) == (taken, taken, 1, taken)
-
-
-def test_a_stop_string_that_the_targets_own_token_completes_leaves_the_round_whole() -> None:
-    one = request(Pieces("a", "EN", "D"), max_tokens=99, stop="END")
-    event = commit(one, [0, 1, 2], judged=4)  # four were drafted, the third was another one
-    assert (event.tokens, event.text) == ([0, 1, 2], "a")
-    assert (event.drafted, event.accepted) == (4, 2)
-
-
-def test_a_stop_string_begun_in_one_round_and_completed_in_the_next_is_not_shown() -> None:
-    one = request(Pieces("ab", "E", "N", "D", "cd"), max_tokens=99, stop="END")
-    first, second = commit(one, [0, 1, 2], judged=2), commit(one, [3, 4], judged=2)
-    assert (first.text, second.text, one.text) == ("ab", "", "ab")
-    assert second.tokens == [3] and (second.drafted, second.accepted) == (1, 1)
-
-
-def test_max_tokens_cuts_a_round() -> None:
-    one = request(Pieces("a", "b", "c", "d", "e"), max_tokens=4)
-    commit(one, [0, 1], judged=1)
-    event = commit(one, [2, 3, 4], judged=2)
-    assert (event.tokens, event.text, one.finish_reason) == ([2, 3], "cd", "length")
-    assert (event.drafted, event.accepted) == (2, 2)
-    assert one.completion().tokens == [0, 1, 2, 3]
+@pytest.mark.parametrize(("said", "params", "judged", "kept", "text", "drafted", "reason"), ENDS)
+def test_what_ends_a_text_among_accepted_drafts_cuts_the_round_there(
+    said: list[Any], params: dict[str, Any], judged: int, kept: int, text: str, drafted: int, reason: str
+) -> None:
+    """What is past the end does not count."""
+    one = request(StreamDecoder(ByteTokenizer()) if said is HI else Pieces(*said), **params)
+    tokens = HI if said is HI else list(range(len(said)))
+    event, accepted = commit(one, tokens, judged=judged), min(kept, len(said) - 1)
+    sources = ["streaming"] * accepted + ["target"] * (kept - accepted)
+    assert (event.tokens, event.text, event.sources) == (tokens[:kept], text, sources)
+    assert (event.drafted, event.accepted, one.finish_reason) == (drafted, accepted, reason)
+    completion = one.completion()
+    assert event.completion == completion
+    assert (completion.text, completion.tokens) == (text, tokens[:kept])
+    stats = completion.stats
+    assert (stats.drafted, stats.accepted, stats.rounds, stats.emitted) == (drafted, accepted, 1, kept)
 
 
 def test_a_text_ends_the_same_however_its_tokens_come_in_rounds() -> None:
@@ -225,7 +203,10 @@ def test_a_text_ends_the_same_however_its_tokens_come_in_rounds() -> None:
         shown, start = "", 0
         for at in range(1, len(texts) + 1):
             if (at == len(texts) or cuts >> (at - 1) & 1) and not one.finish_reason:
-                shown += commit(one, list(range(start, at)), judged=at - start).text
+                event = commit(one, list(range(start, at)), judged=at - start)
+                shown, kept = shown + event.text, len(event.tokens)
+                # within the drafts that were accepted, or by the target's own token
+                assert (event.drafted, event.accepted) == ((kept, kept) if at == 7 else (at - start, kept - 1))
                 start = at
         assert shown == one.text == "xaabab" and one.tokens == [0, 1, 2, 3, 4, 5]
 

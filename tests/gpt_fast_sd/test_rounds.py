@@ -7,21 +7,21 @@ positions, with results read one round late.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import Completion, Engine, SamplingParams
 from gpt_fast_sd.serving.launch import InFlightRound
 from gpt_fast_sd.state import RoundPlan
 from measuring.replay import Replay
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpt_fast_sd.fast.references import as_on_cuda
+from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, tokens_of
 from tests.gpuless.recorder import HostRead, capture
-from tests.helpers import ByteTokenizer, few, random_ids, tiny_config, tiny_model
+from tests.helpers import ByteTokenizer, ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 NAMES = ["off", *POLICIES, *MIXTURES]
 LENGTHS = (150, 1, 300, 3, 700, 90)  # more than slots, and over several doublings of the view
@@ -34,13 +34,10 @@ MIXED = [
 ]
 
 
-def engine(name: str, *, gamma: int | str = 3, tokenizer: ByteTokenizer | None = None, **changes: Any) -> Engine:
-    draft = draft_of(name, gamma)
-    config = EngineConfig(batch_size=3, max_seq_len=800, device="cpu", dtype="fp32", compile=False, **changes)
-    return Engine(
-        tiny_model(tiny_config(eos_ids=EOS_IDS)), tokenizer, config,
-        draft, tiny_model(tiny_config(n_layers=1), seed=1) if draft.draft_model else None,
-    )  # fmt: skip
+def engine(name: str, *, gamma: int | str = 3, **changes: Any) -> Engine:
+    draft, model = draft_of(name, gamma), tiny_model(tiny_config(eos_ids=EOS_IDS))
+    theirs = tiny_model(tiny_config(n_layers=1), seed=1) if draft.draft_model else None
+    return tiny_engine(draft, theirs, model=model, batch_size=3, max_seq_len=800, **changes)
 
 
 def captured(*args: Any, **kwargs: Any) -> Engine:
@@ -69,22 +66,13 @@ def test_captured_rounds_emit_what_eager_ones_do(name: str, params: list[Samplin
     assert one.stats.decode_tokens == sum(len(c.tokens) for c in got)
 
 
-@pytest.mark.parametrize("name", few(["streaming", "guided", "quest", "standalone"], ["streaming"]))
-def test_captured_and_plain_calls_may_follow_each_other(name: str) -> None:
-    one = captured(name)
-    expected = [c.tokens for c in engine("off").generate(PROMPTS, GREEDY)]
-    for speculate in (True, False, True):
-        assert [c.tokens for c in one.generate(PROMPTS, GREEDY, speculate=speculate)] == expected
-
-
 @pytest.mark.parametrize("name", few(["quest", "standalone", "guided", "snapkv"], ["quest", "standalone"]))
-def test_gamma_may_change_from_round_to_round(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gamma_may_change_from_round_to_round(name: str) -> None:
     """Rounds without a draft leave caches and bounds behind, which the next round that drafts makes up for."""
-    one, gammas = captured(name, gamma="auto"), itertools.cycle([3, 0, 0, 1, 4, 0, 2])
-    monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
-    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: next(gammas))
-    got = one.generate(PROMPTS, GREEDY)
-    assert [c.tokens for c in got] == [c.tokens for c in engine("off").generate(PROMPTS, GREEDY)]
+    one = captured(name, gamma="auto")
+    drafting_now_and_then(one, [3, 0, 0, 1, 4, 0, 2], timed=False)
+    plain = engine("off").generate(PROMPTS, GREEDY)
+    assert tokens_of(one.generate(PROMPTS, GREEDY)) == tokens_of(plain)
     assert {0, 1, 2, 3, 4} <= set(one.stats.rounds_by_gamma)
 
 
@@ -102,26 +90,24 @@ def test_a_round_without_drafts_waits_for_no_other(name: str, monkeypatch: pytes
 
     monkeypatch.setattr(one.schedule.planner, "choose", choose)
     one.warm_up()
-    launched, launch, before = list[tuple[int, int]](), one.schedule.rounds.launch, one.schedule.n_rounds
+    launched, before = list[tuple[int, int]](), one.schedule.n_rounds
 
-    def noted(plan: RoundPlan, *args: Any, **kwargs: Any) -> InFlightRound:
+    def note(plan: RoundPlan, *args: Any, **kwargs: Any) -> None:
         launched.append((plan.gamma, len(one.schedule.in_flight)))
-        return launch(plan, *args, **kwargs)
 
-    monkeypatch.setattr(one.schedule.rounds, "launch", noted)
+    ahead(monkeypatch, one.schedule.rounds, "launch", note)
     one.generate(PROMPTS[:3], SamplingParams(max_tokens=60, ignore_eos=True))
-    assert {ahead for gamma, ahead in launched if gamma == 0} == {1}
-    assert {ahead for gamma, ahead in launched if gamma == 2} == {1}  # it follows one that drafted, too
-    assert {ahead for gamma, ahead in launched if gamma in (3, 4)} == {0}  # they make up for rounds that did not
+    assert {n for gamma, n in launched if gamma == 0} == {1}
+    assert {n for gamma, n in launched if gamma == 2} == {1}  # it follows one that drafted, too
+    assert {n for gamma, n in launched if gamma in (3, 4)} == {0}  # they make up for rounds that did not
     assert [gamma for gamma, _ in launched] == chosen[: len(launched)]
     assert len(chosen) <= len(launched) + 1  # a round that was put off until no row was left
     assert one.schedule.n_rounds - before == len(launched)
 
 
 def test_a_policy_that_is_asked_to_wait_is_told_how_much_the_round_will_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, gammas = captured("streaming", gamma="auto"), itertools.cycle([3, 0, 4])
-    monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
-    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: next(gammas))
+    one = captured("streaming", gamma="auto")
+    drafting_now_and_then(one, [3, 0, 4], timed=False)
     one.warm_up()
     told = list[int]()
     assert one.policy
@@ -144,66 +130,35 @@ def test_a_gamma_that_was_chosen_for_a_round_that_never_began_is_forgotten(monke
 
 def test_one_graph_serves_all_rows_of_a_gamma_and_a_doubling_of_the_view() -> None:
     one, parts = engine("streaming"), list[Any]()
-
-    def counting(part: Callable[[], Any]) -> Callable[[], Any]:
-        parts.append(part)
-        return capture(part)
-
-    one.schedule.rounds.capture = counting
-    one.generate(PROMPTS, GREEDY)
-    assert len(parts) == 2  # 512 keys and all of the cache, which is under 1,024
-    one.generate(PROMPTS, GREEDY)
-    assert len(parts) == 2
+    one.schedule.rounds.capture = lambda part: parts.append(part) or capture(part)
+    for _ in range(2):
+        one.generate(PROMPTS, GREEDY)
+        assert len(parts) == 2  # 512 keys and all of the cache, which is under 1,024
     one.generate(PROMPTS, MIXED)
     assert 2 < len(parts) <= 6  # rows that sample, and rows that filter
 
 
-def test_a_result_is_read_when_the_next_round_is_under_way() -> None:
+def test_a_result_is_read_when_the_next_round_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     one, order = captured("streaming"), list[str]()
-    launch, read = one.schedule.rounds.launch, InFlightRound.read
-
-    def launched(*args: Any, **kwargs: Any) -> InFlightRound:
-        order.append("launch")
-        round_ = launch(*args, **kwargs)
-
-        def noted(wait: Any) -> list[list[int]]:
-            order.append("read")
-            return read(round_, wait)
-
-        round_.read = noted  # type: ignore[method-assign]
-        return round_
-
-    one.schedule.rounds.launch = launched  # type: ignore[method-assign]
+    for owner, name in ((one.schedule.rounds, "launch"), (InFlightRound, "read")):
+        ahead(monkeypatch, owner, name, lambda *_, name=name, **how: order.append(name))
     one.generate(PROMPTS[:1], SamplingParams(max_tokens=30, ignore_eos=True))
     assert order[:4] == ["launch", "launch", "read", "launch"]
     assert order.count("launch") - order.count("read") <= 1
 
 
 def test_a_stop_string_that_is_seen_a_round_late_still_ends_the_text_there() -> None:
-    expected = engine("streaming", tokenizer=ByteTokenizer()).generate(["abc " * 30], SamplingParams(max_tokens=40))[0]
-    stop = expected.text[20:22]
-    params = SamplingParams(max_tokens=40, stop=stop)
-    eager = engine("streaming", tokenizer=ByteTokenizer()).generate(["abc " * 30] * 4, params)
-    got = captured("streaming", tokenizer=ByteTokenizer()).generate(["abc " * 30] * 4, params)
-    assert [(c.text, c.tokens) for c in got] == [(c.text, c.tokens) for c in eager]
-    assert eager[0].finish_reason == "stop"
-
-
-def test_a_stream_left_half_way_leaves_nothing_in_the_air() -> None:
-    one = captured("guided")
-    stream = one.stream(PROMPTS, GREEDY)
-    for _ in range(5):
-        next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    assert not one.schedule.in_flight
-    assert [c.tokens for c in one.generate(PROMPTS, GREEDY)] == [
-        c.tokens for c in engine("off").generate(PROMPTS, GREEDY)
-    ]
+    eager, one = (make("streaming", tokenizer=ByteTokenizer()) for make in (engine, captured))
+    free = eager.generate(["abc " * 30], SamplingParams(max_tokens=40))[0].text
+    params = SamplingParams(max_tokens=40, stop=free[20:22])
+    expected, got = (each.generate(["abc " * 30] * 4, params) for each in (eager, one))
+    assert [(c.text, c.tokens) for c in got] == [(c.text, c.tokens) for c in expected]
+    assert (expected[0].finish_reason, expected[0].text) == ("stop", free[: free.index(free[20:22])])
 
 
 def test_exact_mode_keeps_its_bits_in_captured_rounds() -> None:
-    expected = [c.tokens for c in engine("streaming", exact=True).generate(PROMPTS, GREEDY)]
-    assert [c.tokens for c in captured("streaming", exact=True).generate(PROMPTS, GREEDY)] == expected
+    eager, one = (make("streaming", exact=True).generate(PROMPTS, GREEDY) for make in (engine, captured))
+    assert tokens_of(one) == tokens_of(eager)
 
 
 def test_a_policy_that_reads_on_the_host_cannot_be_captured() -> None:
@@ -261,7 +216,7 @@ def test_cudas_operators_give_the_same_tokens_and_no_worse_drafts(name: str, mon
     as_on_cuda(monkeypatch)
     with Called() as called:
         got = captured(name).generate(PROMPTS, GREEDY)
-    assert [c.tokens for c in got] == [c.tokens for c in expected]
+    assert tokens_of(got) == tokens_of(expected)
     accepted, wanted = (sum(c.stats.accepted for c in run) for run in (got, expected))
     # sums in another order: a draft may flip where logits nearly tie
     assert abs(accepted - wanted) <= 0.03 * wanted + 3

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from gpt_fast_sd import Engine, SamplingParams
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import CHUNK, Prefill
-from tests.gpt_fast_sd.policies.drafting import drafting, entries, prefilled
+from tests.gpt_fast_sd.policies.drafting import drafting, drafting_now_and_then, entries, prefilled
 from tests.gpt_fast_sd.test_rounds import NAMES, captured, engine, told
-from tests.helpers import ByteTokenizer, few, random_ids, thinned, tiny_config, tiny_model
+from tests.helpers import ByteTokenizer, ahead, few, random_ids, thinned, tiny_config, tiny_model
 
 KINDS = {"eager": engine, "captured": captured}
 # a row that decodes all the time, short ones next to it, and long ones that take their slots
@@ -43,22 +42,12 @@ def own_prefill(one: Engine) -> Prefill | None:
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[str]]:
     """Begin to note an engine's chunks and rounds, in a list."""
-    calls, chunk = [], Prefill.chunk
-
-    def noted(self: Prefill, slot: int, tokens: Sequence[int], start: int) -> None:
-        calls.append("chunk" if len(self._held) > 1 else "other")
-        chunk(self, slot, tokens, start)
 
     def watch(one: Engine) -> list[str]:
-        launch = one.schedule.rounds.launch
-
-        def launched(*args: Any, **kwargs: Any) -> Any:
-            calls.append("round")
-            return launch(*args, **kwargs)
-
+        calls = list[str]()
         one.warm_up()
-        monkeypatch.setattr(Prefill, "chunk", noted)
-        monkeypatch.setattr(one.schedule.rounds, "launch", launched)
+        ahead(monkeypatch, Prefill, "chunk", lambda self, *_: calls.append("chunk" if len(self._held) > 1 else "other"))
+        ahead(monkeypatch, one.schedule.rounds, "launch", lambda *_, **how: calls.append("round"))
         return calls
 
     return watch
@@ -136,14 +125,6 @@ def test_prompts_begin_together_and_held_ones_at_once(order: Callable[[Engine], 
 # ---- what ends half-way ----------------------------------------------------------------------------------------------
 
 
-def half_way(one: Engine) -> Iterator[Any]:
-    """A stream that stands between two chunks of a prompt."""
-    stream = one.stream(PROMPTS, PARAMS)
-    while not (one.schedule.arrival and one.schedule.arrival.left < one.schedule.arrival.total):
-        next(stream)
-    return stream
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -155,8 +136,12 @@ def half_way(one: Engine) -> Iterator[Any]:
 def test_a_stream_left_with_a_prompt_half_filled_leaves_the_engine_as_good_as_new(name: str, kind: str) -> None:
     one = KINDS[kind](name)
     expected = told(KINDS[kind](name).generate(PROMPTS, PARAMS))
-    half_way(one).close()  # type: ignore[attr-defined]
+    stream: Any = one.stream(PROMPTS, PARAMS)
+    while not (one.schedule.arrival and one.schedule.arrival.left < one.schedule.arrival.total):
+        next(stream)
+    stream.close()  # between two chunks of a prompt
     assert one.schedule.arrival is None and not any(one.schedule.slots) and not one.state.active.any()
+    assert not one.schedule.in_flight
     assert int(one.cache.seq_len.max()) < one.config.max_seq_len
     assert told(one.generate(PROMPTS, PARAMS)) == expected
 
@@ -176,6 +161,8 @@ def test_a_chunk_that_fails_leaves_nothing_to_rely_on(name: str, monkeypatch: py
         with pytest.raises(RuntimeError, match="out of memory"):
             one.generate(PROMPTS, PARAMS)
     assert one.schedule.arrival is None and not any(one.schedule.slots) and not one.state.active.any()
+    prefills = [prefill for prefill in (one._prefill, own_prefill(one)) if prefill]
+    assert max(prefill.held(slot) for prefill in prefills for slot in range(3)) < CHUNK
     assert told(one.generate(PROMPTS, PARAMS)) == told(engine(name).generate(PROMPTS, PARAMS))
 
 
@@ -185,33 +172,20 @@ def test_a_chunk_that_fails_leaves_nothing_to_rely_on(name: str, monkeypatch: py
 @thinned("name,kind", ["streaming", "standalone"], list(KINDS))
 def test_the_time_of_a_chunk_is_no_rounds(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes by chunks, of a second each, and by rounds, of a thousandth."""
-    clock, n_chunks, took = [0.0], [0], []
-    one, chunk = KINDS[kind](name, gamma="auto"), Prefill.chunk
-    monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
-    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: 3)
+    seconds, took, one = list[float](), [], KINDS[kind](name, gamma="auto")
+    drafting_now_and_then(one, [3], timed=False)
     one.warm_up()
-    device_round = one.schedule.rounds.device_round
-
-    def slow_chunk(self: Prefill, slot: int, tokens: Sequence[int], start: int) -> None:
-        clock[0] += 1.0
-        n_chunks[0] += 1
-        chunk(self, slot, tokens, start)
-
-    def slow_round(*args: Any) -> Tensor:
-        clock[0] += 1e-3
-        return device_round(*args)
-
-    stub = types.SimpleNamespace(perf_counter=lambda: clock[0])
+    stub = types.SimpleNamespace(perf_counter=lambda: sum(seconds))
     for module in ("serving.scheduling", "serving.launch"):
         monkeypatch.setattr(f"gpt_fast_sd.{module}.time", stub)
-    monkeypatch.setattr(Prefill, "chunk", slow_chunk)
-    monkeypatch.setattr(one.schedule.rounds, "device_round", slow_round)
+    ahead(monkeypatch, Prefill, "chunk", lambda *_: seconds.append(1.0))
+    ahead(monkeypatch, one.schedule.rounds, "device_round", lambda *_: seconds.append(1e-3))
     monkeypatch.setattr(one.schedule.rounds, "capture", (lambda part: part) if kind == "captured" else None)
     monkeypatch.setattr(one.schedule.planner, "record", lambda g, n, *times: took.append(sum(times[:2])))
     monkeypatch.setattr(one.schedule.planner, "record_whole", lambda g, n, s, accepted: took.append(s or 0.0))
     one.generate(PROMPTS, PARAMS)
-    assert one.stats.prefill_seconds == pytest.approx(n_chunks[0])
-    assert n_chunks[0] == (2 if name == "standalone" else 1) * sum(N_CHUNKS)
+    assert one.stats.prefill_seconds == pytest.approx(seconds.count(1.0))
+    assert seconds.count(1.0) == (2 if name == "standalone" else 1) * sum(N_CHUNKS)
     assert one.stats.prefill_tokens == sum(len(prompt) - 1 for prompt in PROMPTS)
     assert 0 < one.stats.decode_seconds < 1e-3 * (one.stats.rounds + 2)  # the last one may be launched for no row
     assert took and max(took) < 0.01
@@ -285,30 +259,22 @@ def test_an_iterator_may_have_no_prompt_now_or_none_at_all() -> None:
     assert list(one.stream(iter([]))) == list(one.stream(iter([None, None]))) == []
 
 
-def test_a_prompt_that_cannot_run_ends_the_stream_where_it_is_reached() -> None:
-    one, params = engine("off"), SamplingParams(max_tokens=4, ignore_eos=True)
-    events, said = [], "prompt 2 holds token id 999"
-    with pytest.raises(ValueError, match=said):
-        for event in one.stream(iter([PROMPTS[0], [1], [999], [2]]), params):
-            events.append(event)
-    with pytest.raises(ValueError, match="prompt 1 must be a text or a list"):
-        list(one.stream(iter([[1], 5]), params))
-    with pytest.raises(ValueError, match="together 804, over max_seq_len 800"):
-        list(one.stream(iter([(random_ids(800), params)])))
-    assert not any(one.schedule.slots) and not one._access.running
-    assert len(one.generate([[1]], params)[0].tokens) == 4
-
-
-def test_an_error_of_the_prompts_iterator_propagates() -> None:
-    one = engine("off")
-
-    def prompts() -> Iterator[list[int]]:
+def test_a_prompt_that_cannot_run_and_an_iterators_error_end_the_stream_where_they_are_reached() -> None:
+    def failing() -> Iterator[list[int]]:
         yield [1]
         raise OSError(5, "Input/output error", "prompts.txt")
 
-    with pytest.raises(OSError, match=r"prompts\.txt"):
-        list(one.stream(prompts(), SamplingParams(max_tokens=4)))
-    assert not any(one.schedule.slots) and not one._access.running
+    one, params = engine("off"), SamplingParams(max_tokens=4, ignore_eos=True)
+    for prompts, said in (
+        (iter([PROMPTS[0], [1], [999], [2]]), "prompt 2 holds token id 999"),
+        (iter([[1], 5]), "prompt 1 must be a text or a list"),
+        (iter([(random_ids(800), params)]), "together 804, over max_seq_len 800"),
+        (failing(), r"prompts\.txt"),
+    ):
+        with pytest.raises((ValueError, OSError), match=said):
+            list(one.stream(prompts, params))
+        assert not any(one.schedule.slots) and not one._access.running
+    assert len(one.generate([[1]], params)[0].tokens) == 4
 
 
 def test_a_prompt_may_bring_its_own_parameters() -> None:
@@ -325,7 +291,6 @@ def test_a_prompt_may_bring_its_own_parameters() -> None:
     ("prompts", "params", "said"),
     [
         (5, None, "prompts must be a list"),
-        ("a text", None, "prompts must be a list"),
         (iter([[1]]), [SamplingParams()], r"take one SamplingParams, or come as \(prompt, SamplingParams\)"),
         ([([1], SamplingParams())], [SamplingParams()], "prompt 0 has its own SamplingParams"),
     ],

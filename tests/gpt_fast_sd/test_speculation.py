@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,17 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.fast.compile import can_compile
+from gpt_fast_sd import DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.model import KV, SPLIT, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy, ModelDraft
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.serving.requests import Completion, RoundEvent, TokenEvent
 from gpt_fast_sd.state import BatchState, RoundPlan
-from tests.drafts import MIXTURES, POLICIES, draft_of
-from tests.gpt_fast_sd.policies.drafting import compiles_once, entries, nearly, prefilled, tokens_of
-from tests.helpers import ByteTokenizer, few, random_ids, thinned, tiny_config, tiny_model
+from tests.drafts import MIXTURES, POLICIES, VIEWS, draft_of
+from tests.gpt_fast_sd.policies.drafting import (
+    compiles_once,
+    drafting_now_and_then,
+    entries,
+    nearly,
+    prefilled,
+    tokens_of,
+)
+from tests.gpuless.recorder import capture
+from tests.helpers import ahead, few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
 
 # ---- rounds counted by hand: a model that counts, and drafts that are right as often as the test says ---------------
 
@@ -87,23 +93,15 @@ class Script(DraftPolicy):
     def host_free(self, slot: int) -> None:
         self.calls.append(f"vacate {slot}")
 
-    def kv_bytes(self, plan: RoundPlan) -> int:
-        return 0
-
-    def positions_read(self, pos: Tensor) -> Tensor:
-        raise NotImplementedError
-
     @staticmethod
     def _of(values: Sequence[int], n: int) -> Tensor:
         return torch.tensor([*values, *[values[-1]] * n][:n])
 
 
-def counting(
-    script: Script, *, gamma: int, slots: int = 1, tokenizer: ByteTokenizer | None = None, **changes: Any
-) -> Engine:
+def counting(script: Script, *, gamma: int, slots: int = 1, tokenizer: Any = None, **changes: Any) -> Engine:
     """An engine that counts, with those drafts."""
-    config = EngineConfig(batch_size=slots, max_seq_len=400, device="cpu", dtype="fp32", compile=False)
-    one = Engine(Counting(**changes), tokenizer, config, DraftConfig(policy="lookup", gamma=gamma))
+    draft = DraftConfig(policy="lookup", gamma=gamma)
+    one = tiny_engine(draft, model=Counting(**changes), tokenizer=tokenizer, batch_size=slots, max_seq_len=400)
     one.policy = script
     return one
 
@@ -167,44 +165,6 @@ def test_only_drafts_that_are_offered_count() -> None:
     assert [c.tokens[-1] for c in completions] == [22, 32, 42]
 
 
-@pytest.mark.parametrize("eos", range(41, 54))
-def test_eos_at_every_place_of_a_round_is_the_last_token_that_counts(eos: int) -> None:
-    """MagicDec ended all rows where one met EOS, and never accepted a draft that was EOS."""
-    one = counting(Script([3]), gamma=3, slots=2, eos_ids=(eos,))
-    params = [SamplingParams(max_tokens=13), SamplingParams(max_tokens=13, ignore_eos=True)]
-    ended, other = one.generate([[40], [40]], params)
-    n = eos - 40
-    assert ended.tokens == list(range(41, eos + 1)) and ended.finish_reason == "stop"
-    n_last = (n - 1) % 4 + 1  # tokens of its last round, three drafts and the target's own at most
-    assert ended.stats.rounds == (n + 3) // 4
-    # the thirteenth token is alone in its round: nothing is drafted for it
-    assert ended.stats.drafted == ended.stats.accepted == (9 if n == 13 else 3 * (n // 4) + n_last % 4)
-    assert other.tokens == list(range(41, 54)) and other.finish_reason == "length"
-    assert (other.stats.rounds, other.stats.drafted) == (4, 9)
-
-
-STOPS = [  # "a" goes on "bcdefghijklm..."; gamma 7: a round is bcdefgh and i
-    ("ef", "bcd", 5, 5),
-    ("b", "", 1, 1),
-    ("gh", "bcdef", 7, 7),
-    ("hi", "bcdefg", 8, 7),  # completed by the target's own token
-    ("ij", "bcdefgh", 9, 8),  # from one round into the next
-    ("efzz", "bcdefghijklmno", 14, 12),  # never completed: all is shown; 7 and 5 drafts
-]
-
-
-@pytest.mark.parametrize(("stop", "text", "n", "accepted"), STOPS)
-def test_a_stop_string_among_accepted_drafts_ends_the_text_there(stop: str, text: str, n: int, accepted: int) -> None:
-    one = counting(Script([7]), gamma=7, slots=2, tokenizer=ByteTokenizer())
-    prompts = [list(b"a"), list(b"A"), list(b"0")]  # the third waits for a slot
-    params = [SamplingParams(max_tokens=14, stop=stop), SamplingParams(max_tokens=14), SamplingParams(max_tokens=3)]
-    stopped, upper, digits = one.generate(prompts, params)
-    assert (stopped.text, stopped.tokens) == (text, list(range(98, 98 + n)))
-    assert stopped.finish_reason == ("length" if n == 14 else "stop")
-    assert stopped.stats.drafted == stopped.stats.accepted == accepted
-    assert (upper.text, digits.text) == ("BCDEFGHIJKLMNO", "123")
-
-
 def test_a_policy_is_told_of_everything_in_order() -> None:
     script = Script([1])
     one = counting(script, gamma=2, slots=2)
@@ -240,22 +200,17 @@ EOS_IDS = tuple(range(8, 256, 17))  # greedy texts of tiny models meet one of th
 PARAMS = [SamplingParams(max_tokens=6 + 5 * i % 17, ignore_eos=i % 4 == 1) for i in range(len(PROMPTS))]
 
 
-def speculator(
-    name: str, gamma: int | str = 4, config: ModelConfig | None = None, *, tokenizer: Any = None, **changes: Any
-) -> Engine:
+def speculator(name: str, gamma: int | str = 4, config: ModelConfig | None = None, **settings: Any) -> Engine:
     """An eager engine of 3 slots around the tiny model of that config, with that policy."""
-    wanted: dict[str, Any] = {"batch_size": 3, "max_seq_len": 320, "device": "cpu", "compile": False} | changes
     model, draft = tiny_model(config or tiny_config(eos_ids=EOS_IDS)), draft_of(name, gamma)
-    return Engine(
-        model, tokenizer, EngineConfig(**wanted), draft, nearly(model, by=0.03) if draft.draft_model else None
-    )
+    theirs = nearly(model, by=0.03) if draft.draft_model else None
+    return tiny_engine(draft, theirs, model=model, **{"batch_size": 3, "max_seq_len": 320} | settings)
 
 
 @functools.cache
 def plain(config: ModelConfig) -> list[Completion]:
     """What plain decoding makes of PROMPTS."""
-    config_of_engine = EngineConfig(batch_size=3, max_seq_len=320, device="cpu", compile=False)
-    completions = Engine(tiny_model(config), None, config_of_engine).generate(PROMPTS, PARAMS)
+    completions = speculator("off", config=config).generate(PROMPTS, PARAMS)
     assert {c.finish_reason for c in completions} == {"stop", "length"}
     assert len({token for c in completions for token in c.tokens}) > 20  # the model is not stuck on a token
     return completions
@@ -324,37 +279,29 @@ def test_accounts_add_up(name: str) -> None:
     assert not any(each.read or each.draft_seconds or event.refused for each in rounds for event in each.events)
 
 
-@pytest.mark.parametrize("name", few(POLICIES, ["guided", "lookup", "standalone"]))
-def test_plain_calls_before_and_after_speculative_ones_give_the_same_tokens(name: str) -> None:
-    expected = tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
-    one = speculator(name)
-    for speculate in (False, True, False):
-        assert tokens_of(one.generate(PROMPTS, PARAMS, speculate=speculate)) == expected
-        assert (one.stats.drafted > 0) is speculate
-
-
 @pytest.mark.parametrize("name", few(POLICIES, ["snapkv", "guided", "standalone", "lookup"]))
-def test_gamma_that_is_chosen_or_varies_changes_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gamma_that_is_chosen_or_varies_changes_no_token(name: str) -> None:
     one = speculator(name, "auto")
     assert tokens_of(one.generate(PROMPTS, PARAMS)) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
-    tiers = itertools.cycle([0, 8, 0, 0, 3, 1, 6])
-    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: next(tiers))
+    drafting_now_and_then(one, [0, 8, 0, 0, 3, 1, 6])
     assert tokens_of(one.generate(PROMPTS, PARAMS)) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
     assert len(one.stats.rounds_by_gamma) >= 4
 
 
-@pytest.mark.parametrize("name", few(POLICIES, ["quest", "hierarchy over standalone"]))
-def test_a_speculative_stream_left_half_way_leaves_the_engine_as_good_as_new(name: str) -> None:
-    one = speculator(name)
-    stream = one.stream(PROMPTS[2:], SamplingParams(max_tokens=40))
-    for _ in range(7):
-        next(stream)
-    del stream
-    gc.collect()
-    assert all(slot is None for slot in one.schedule.slots)
+@pytest.mark.parametrize("name", few(["off", *POLICIES], ["off", "quest", "hierarchy over standalone"]))
+def test_a_stream_left_half_way_leaves_the_engine_as_good_as_new(name: str) -> None:
+    one, fresh = speculator(name), speculator(name).generate(PROMPTS, PARAMS)
+    for leave in ("close", "forget"):
+        stream: Any = one.stream(PROMPTS[2:], SamplingParams(max_tokens=40))
+        for _ in range(7):
+            next(stream)
+        if leave == "close":
+            stream.close()
+        del stream
+        gc.collect()
+        assert not any(one.schedule.slots) and not one.state.active.any()
     got = one.generate(PROMPTS, PARAMS)
     assert tokens_of(got) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
-    fresh = speculator(name).generate(PROMPTS, PARAMS)
     assert [c.stats.accepted_by_position for c in got] == [c.stats.accepted_by_position for c in fresh]
 
 
@@ -385,6 +332,119 @@ def test_a_seed_fixes_a_rows_tokens_beside_rows_that_go_on_for_longer(name: str)
         prompts = [random_ids(n, seed=10 * i + n) for n in (300, 400, 200)]
         for got, prompt, wanted in zip(one.generate(prompts, params), prompts, params, strict=True):
             assert one.generate([prompt], wanted)[0].tokens == got.tokens
+
+
+# ---- what rounds tell, if somebody listens ---------------------------------------------------------------------------
+
+TOLD = [random_ids(n, seed=n) for n in (400, 20, 300)]
+AT_TIMES = SamplingParams(max_tokens=25, temperature=0.7, seed=5)  # drafts are refused about as often as not
+
+
+def speaker(policy: str) -> Engine:
+    """Two slots for three prompts."""
+    one = speculator(policy, 3, tiny_config(), batch_size=2, max_seq_len=512)
+    one.warm_up()
+    return one
+
+
+def listen(one: Engine, **call: Any) -> list[RoundEvent]:
+    """All rounds of a run over the prompts."""
+    told: list[RoundEvent] = []
+    one.on_round = told.append
+    one.generate(TOLD, AT_TIMES, **call)
+    return told
+
+
+@pytest.mark.parametrize("policy", few(["streaming", "snapkv", "lookup"], ["snapkv"]))
+def test_captured_rounds_tell_the_same_refusals_and_neither_views_nor_parts(policy: str) -> None:
+    told = []
+    for captured in (False, True):
+        one = speaker(policy)
+        if captured:
+            one.schedule.rounds.capture = capture
+        by_prompt: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+        for each in listen(one):
+            assert not captured or not (each.read or each.draft_seconds or each.verify_seconds)
+            for event in each.events:
+                assert len(event.refused) == event.drafted - event.accepted
+                by_prompt[event.index].append((event.tokens, event.refused))
+        told.append(by_prompt)
+    for index in range(3):  # near a row's end captured rounds draft on, and no more of it counts
+        eager, later = told[0][index], told[1][index]
+        assert later[:-2] == eager[:-2]
+        assert [t for tokens, _ in later for t in tokens] == [t for tokens, _ in eager for t in tokens]
+
+
+@pytest.mark.parametrize("policy", ["streaming", "guided", "hierarchy"])
+def test_what_is_told_of_drafts_is_what_the_policy_proposed_and_read(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = speaker(policy)
+    assert one.policy
+    propose = one.policy.propose
+    proposed, views, slots = [], [], list[dict[int, int]]()
+
+    def note(state: BatchState, plan: RoundPlan) -> Draft:
+        draft = propose(state, plan)
+        proposed.append(draft.tokens.tolist())
+        views.append(one.policy.positions_read(state.seq_len + plan.gamma - 1).float().mean((0, 2)))  # type: ignore
+        return draft
+
+    def place(plan: RoundPlan, live: Any, **how: Any) -> None:
+        slots.extend([{request.index: slot for slot, request in live}] if plan.gamma else [])
+
+    monkeypatch.setattr(one.policy, "propose", note)
+    ahead(monkeypatch, one.schedule.rounds, "launch", place)
+    told = [each for each in listen(one) if each.gamma]
+    assert len(told) == len(proposed)
+    for each, drafts, view, at in zip(told, proposed, views, slots, strict=True):
+        for event in each.events:
+            draft = drafts[at[event.index]]
+            assert event.tokens[: event.accepted] == draft[: event.accepted]
+            assert event.refused == draft[event.accepted : event.drafted]
+        if policy == "guided":  # whose view the verification changes
+            for index, read in each.read.items():
+                assert torch.equal(read, view[at[index]][: len(read)])
+
+
+@pytest.mark.parametrize("policy", few(VIEWS, ["streaming", "quest"]))
+def test_what_is_told_to_be_read_is_the_view_and_within_the_bytes_that_are_counted(policy: str) -> None:
+    one, config = speaker(policy), tiny_config()
+    told = listen(one)
+    assert one.policy
+    lengths = dict.fromkeys(range(3), 0)
+    for each in told:
+        for event in each.events:
+            length = len(TOLD[event.index]) - 1 + lengths[event.index]  # committed when the round began
+            lengths[event.index] += len(event.tokens)
+            if not each.gamma:
+                assert not each.read
+                continue
+            read = each.read[event.index]  # [S]
+            last = length + each.gamma - 1
+            assert read[last] == 1 and not read[last + 1 :].any()  # its own position, and none that is still to come
+            entries = float(read.sum()) * config.n_layers * config.n_kv_heads
+            counted = one.policy.view.entries_read(last + 1) * config.n_layers * config.n_kv_heads  # type: ignore
+            assert entries <= counted + 1e-2
+            if policy == "streaming" and length > one.draft.budget:
+                in_view = [*range(one.draft.n_sink), *range(length - one.draft.budget + one.draft.n_sink, last + 1)]
+                assert read.nonzero().flatten().tolist() == in_view
+            if policy == "full":
+                assert entries == (last + 1) * config.n_layers * config.n_kv_heads
+    assert any(each.gamma for each in told)
+
+
+def test_looking_is_no_part_of_the_time_of_decoding_and_is_done_for_who_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, looks = speaker("streaming"), list[float]()
+    monkeypatch.setattr("gpt_fast_sd.serving.launch.time.perf_counter", lambda: sum(looks))
+    ahead(monkeypatch, one.policy, "positions_read", lambda pos: looks.append(100.0))
+    quiet = tokens_of(one.generate(TOLD, AT_TIMES))
+    assert not looks
+    events = [event for each in listen(one) for event in each.events]
+    assert looks and one.stats.decode_seconds == 0.0
+    assert [event.completion.tokens for event in sorted(events, key=lambda e: e.index) if event.completion] == quiet
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
@@ -452,19 +512,6 @@ def test_no_row_is_written_except_past_its_own_text(name: str, monkeypatch: pyte
     assert min(n_written) > 0
 
 
-@pytest.mark.parametrize("name", few(POLICIES, ["snapkv", "quest", "guided", "lookup", "hierarchy over standalone"]))
-def test_a_neighbours_nan_reaches_no_other_row(name: str) -> None:
-    prompt, params = PROMPTS[2], SamplingParams(max_tokens=20, ignore_eos=True)
-    alone = speculator(name).generate([prompt], params)[0]
-    one = speculator(name)
-    one.warm_up()
-    for buffer in (buffer for cache in caches_of(one) for buffer in cache.buffers):
-        buffer[1:] = float("nan")
-    got = one.generate([prompt], params)[0]
-    assert (got.tokens, got.stats) == (alone.tokens, alone.stats)
-    assert one.cache.layers[0].k[1:].isnan().any() and not one.cache.layers[0].k[0].isnan().any()
-
-
 @pytest.mark.parametrize(
     "name", few(POLICIES, ["streaming", "quest", "guided", "early_exit", "hierarchy over standalone"])
 )
@@ -506,27 +553,15 @@ def test_engines_of_different_shape_and_policy_take_turns_in_one_process() -> No
         speculator("hierarchy", 5, tiny_config(n_heads=7, n_kv_heads=1, eos_ids=EOS_IDS), max_seq_len=700),
         speculator("lookup", 2, tiny_config(head_dim=4, n_layers=1), batch_size=1),
     ]
-    alone = [tokens_of(one.generate(PROMPTS[1:5], SamplingParams(max_tokens=12))) for one in engines]
-    streams: dict[int, Iterator[TokenEvent]] = {
-        i: one.stream(PROMPTS[1:5], SamplingParams(max_tokens=12)) for i, one in enumerate(engines)
-    }
-    got: list[list[list[int]]] = [[[] for _ in range(4)] for _ in engines]
-    while streams:
-        for i, stream in list(streams.items()):
-            event = next(stream, None)
-            if event is None:
-                del streams[i]
-            else:
+    prompts, params = PROMPTS[1:5], SamplingParams(max_tokens=12)
+    alone = [tokens_of(one.generate(prompts, params)) for one in engines]
+    got: list[list[list[int]]] = [[[] for _ in prompts] for _ in engines]
+    for events in itertools.zip_longest(*(one.stream(prompts, params) for one in engines)):
+        for i, event in enumerate(events):
+            if event:
                 got[i][event.index] += event.tokens
     assert got == alone
     assert all(one.stats.drafted for one in engines[1:])
-
-
-@pytest.fixture
-def a_compiler() -> None:
-    with warnings.catch_warnings(record=True):
-        if not can_compile(torch.device("cpu")):
-            pytest.skip("there is no C++ compiler")
 
 
 ONE_LAYER, DEEP = tiny_model(tiny_config(n_layers=1)), tiny_model(tiny_config(n_layers=4))
@@ -546,18 +581,8 @@ COMPILED: list[tuple[str, int, dict[str, Any]]] = [  # policy, graphs that its s
 ]
 
 
+@pytest.mark.usefixtures("a_compiler")
 @pytest.mark.slow  # Inductor builds all; test_ways counts the graphs of all policies without it
 @pytest.mark.parametrize(("policy", "n_graphs", "draft"), COMPILED)
 def test_a_compiled_policy_is_the_eager_one(policy: str, n_graphs: int, draft: dict[str, Any]) -> None:
     compiles_once(policy, n_graphs=n_graphs, **draft)
-
-
-@pytest.mark.slow
-def test_a_compiled_engine_that_chooses_gamma_compiles_once(a_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = speculator("streaming", "auto", tiny_config(n_layers=1), compile=True, max_seq_len=1100)
-    one.warm_up()
-    graphs, tiers = one.schedule.graphs, itertools.cycle([0, 1, 8, 2, 6, 3, 4])
-    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: next(tiers))
-    one.generate(PROMPTS, SamplingParams(max_tokens=40))
-    assert set(one.stats.rounds_by_gamma) >= {0, 1, 2, 3, 4, 6, 8}
-    assert one.stats.recompiles == 0 and one.schedule.graphs == graphs

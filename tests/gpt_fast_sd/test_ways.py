@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 import gpt_fast_sd.loading.prepare
-from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.fast.compile import CompiledStep
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.model import Transformer
@@ -24,7 +24,8 @@ from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.sampling import Kind
 from tests.drafts import POLICIES, draft_of
 from tests.gpt_fast_sd.fast import references
-from tests.helpers import few, random_ids, tiny_config, tiny_model
+from tests.gpt_fast_sd.policies.drafting import tokens_of
+from tests.helpers import few, random_ids, tiny_config, tiny_engine, tiny_model
 
 NAMES = ["off", *POLICIES]
 FEW = ("off", "guided", "hierarchy")  # no drafts, those of one step, and of two models
@@ -51,9 +52,8 @@ def config_of(name: str, gamma: int | str) -> tuple[DraftConfig, Transformer | N
 
 
 def an_engine(name: str, gamma: int | str = "auto", **settings: Any) -> Engine:
-    config = EngineConfig(**{"batch_size": 3, "max_seq_len": 400, "device": "cpu", "dtype": "fp32"} | settings)
-    draft, small = config_of(name, gamma)
-    return as_captured(Engine(tiny_model(), None, config, draft, small))
+    wanted = {"batch_size": 3, "max_seq_len": 400, "compile": True} | settings
+    return as_captured(tiny_engine(*config_of(name, gamma), **wanted))
 
 
 def as_captured(one: Engine) -> Engine:
@@ -61,13 +61,9 @@ def as_captured(one: Engine) -> Engine:
     return one
 
 
-def tokens(completions: list[Completion]) -> list[list[int]]:
-    return [completion.tokens for completion in completions]
-
-
 @functools.cache
 def plain() -> list[list[int]]:
-    return tokens(an_engine("off", compile=False).generate(PROMPTS, GREEDY))
+    return tokens_of(an_engine("off", compile=False).generate(PROMPTS, GREEDY))
 
 
 @functools.cache
@@ -80,7 +76,7 @@ def test_every_kind_of_sampling_runs_with_gamma_auto_in_a_bounded_number_of_grap
     one = shared_engine()
     one.redraft(*config_of(name, "auto"))
     as_captured(one)
-    assert tokens(one.generate(PROMPTS, GREEDY)) == plain()
+    assert tokens_of(one.generate(PROMPTS, GREEDY)) == plain()
     for params in (MIXED, SAMPLED, FILTERED):
         one.generate(PROMPTS, params)
     # three kinds of sampling, none, one or several drafts; drawn by chance or not, by one proposer or two
@@ -100,7 +96,7 @@ def test_a_sweep_adds_no_graph_of_the_target_but_one_a_page_of_mass() -> None:
         for gamma in (1, 2, 16):  # none, one and several drafts are judged apart; 16 are the most
             one.redraft(DraftConfig(policy=policy, budget=100, gamma=gamma, page=page))
             as_captured(one)
-            assert tokens(one.generate(PROMPTS, GREEDY)) == plain(), (policy, gamma)
+            assert tokens_of(one.generate(PROMPTS, GREEDY)) == plain(), (policy, gamma)
     assert one.schedule.rounds.decode.graphs == 1 and one.schedule.rounds.accept_compiled.graphs == 3
     assert one.schedule.rounds.verify.graphs == 3  # without mass, and with it by pages of 16 and of 32 keys
 
@@ -122,9 +118,8 @@ def test_judging_is_one_graph_whatever_is_drafted(
 ) -> None:
     """Reading the value of a size specializes it, and torch then refuses to compile: torch.isin did that."""
     monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: lookup_backend(AOT)(graph, inputs))
-    model = tiny_model(tiny_config(n_layers=1, eos_ids=(3, 5, 7)))
-    config = EngineConfig(batch_size=3, max_seq_len=400, device="cpu", dtype="fp32")
-    one = Engine(model, None, config, DraftConfig(policy="streaming", budget=24))
+    model, draft = tiny_model(tiny_config(n_layers=1, eos_ids=(3, 5, 7))), DraftConfig(policy="streaming", budget=24)
+    one = tiny_engine(draft, model=model, batch_size=3, max_seq_len=400, compile=True)
     state, rounds = one.state, one.schedule.rounds
     kind = Kind(sampled, filtered)
     with torch.inference_mode():

@@ -5,43 +5,31 @@ Shapes: B slots, V vocabulary, gamma tokens drafted.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from gpt_fast_sd import DraftConfig, Engine, SamplingParams
+from gpt_fast_sd import Engine, SamplingParams
 from gpt_fast_sd.bodies import Bodies
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA, HierarchyDraft, cheap_plan, n_middle_steps
-from gpt_fast_sd.policies.standalone import StandaloneDraft
+from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA, HierarchyDraft, n_middle_steps
 from gpt_fast_sd.sampling import ACCEPT_STREAM, CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM, TARGET_STREAM, uniform
 from gpt_fast_sd.serving.gamma_planner import StepTimes
 from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
-    TOY,
-    choosing_what_to_show,
     drafting,
     holds_what_a_prefill_gives,
-    misfit,
     nearly,
     plans_of,
     tokens_of,
-    told_the_targets_own,
-    toy_engine,
 )
-from tests.helpers import few, random_ids, thinned, tiny_config, tiny_model
+from tests.helpers import ahead, few, random_ids, thinned, tiny_config, tiny_model
 
 ALIKE: dict[str, Any] = {"cheap": "standalone", "draft_model": nearly(tiny_model(), by=0.05)}
 CHEAPS: dict[str, dict[str, Any]] = {"lookup": {}, "standalone": ALIKE}
-SAMPLED = SamplingParams(temperature=1.0)
-
-
-def toy(cheap: str) -> Engine:
-    """The toy engine with a hierarchy over that policy."""
-    near = {"cheap": "standalone", "draft_model": nearly(tiny_model(TOY), by=0.3)}
-    return toy_engine("hierarchy", **(near if cheap == "standalone" else {}))
 
 
 def middle(one: Engine) -> HierarchyDraft:
@@ -74,14 +62,12 @@ def test_a_middle_step_has_all_that_it_feeds_in_view_and_hardly_more(monkeypatch
     one = drafting("hierarchy", view="full", gamma=8, **ALIKE)
     one.warm_up()
     plans = plans_of(one, monkeypatch)
-    policy, spare = middle(one), []
-    feed = policy._feed
+    spare = list[int]()
 
-    def noted(tokens: torch.Tensor, pos: torch.Tensor, n_keys: int) -> torch.Tensor:
+    def note(tokens: torch.Tensor, pos: torch.Tensor, n_keys: int) -> None:
         spare.append(n_keys - 1 - int(pos[list(plans[-1].lengths)].max()))
-        return feed(tokens, pos, n_keys)
 
-    policy._feed = noted  # type: ignore[method-assign]
+    ahead(monkeypatch, middle(one), "_feed", note)
     one.generate(PROMPTS, SamplingParams(max_tokens=30))
     assert min(spare) == 0 and max(spare) <= 8
 
@@ -96,39 +82,6 @@ def test_a_view_has_room_for_the_last_token_that_a_middle_step_feeds(view: str) 
             middle(one).view.device_before_draft(one.state, RoundPlan.of({0: committed}))
         for pos in range(committed, committed + gamma + CHEAP_GAMMA + 1):
             assert event.completion or middle(one).positions_read(torch.full((4,), pos))[:, 0, :, pos].all()
-
-
-# ---- losslessness --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("cheap", "gamma", "params"),
-    few(
-        [("lookup", 4, SAMPLED), ("standalone", 4, SAMPLED), ("lookup", 5, SamplingParams(temperature=1.3, top_p=0.8))],
-        [("standalone", 4, SAMPLED)],
-    ),
-)
-def test_sampled_tokens_follow_the_target_exactly(cheap: str, gamma: int, params: SamplingParams) -> None:
-    assert misfit(toy(cheap), gamma, params) < 1
-
-
-def told_the_cheap_ones(one: Engine, plan: RoundPlan, draft: Draft) -> Draft:
-    """q is what the cheap level drew from: right for no token, as the middle level had its say about each."""
-    drawn = middle(one).cheap.propose(one.state, cheap_plan(plan, 0))
-    assert draft.q is not None and drawn.q is not None
-    return Draft(draft.tokens, torch.cat([drawn.q, draft.q[:, CHEAP_GAMMA:]], 1), draft.count, draft.proposer)
-
-
-@pytest.mark.parametrize(
-    ("cheap", "plant"),
-    few(
-        [("lookup", told_the_targets_own), ("lookup", choosing_what_to_show),
-         ("standalone", told_the_targets_own), ("standalone", told_the_cheap_ones)],
-        [("lookup", choosing_what_to_show)],
-    ),
-)  # fmt: skip
-def test_a_wrong_q_or_a_count_that_depends_on_the_draft_would_be_found(cheap: str, plant: Any) -> None:
-    assert misfit(toy(cheap), 4, SAMPLED, plant) > 1
 
 
 # ---- the draft -----------------------------------------------------------------------------------------------------
@@ -191,33 +144,26 @@ def test_events_say_which_level_proposed_a_token() -> None:
     assert all(event.sources[-1] == "target" for event in events if not event.completion)
 
 
-def test_a_standalone_cheap_level_keeps_its_cache_whatever_both_judges_keep() -> None:
-    """Its model has one layer, whose keys depend on the tokens alone, so that its sparse view changes none of them."""
-    target = tiny_model(tiny_config(n_layers=1))
-    near = nearly(target, by=0.02)
-    one = drafting("hierarchy", model=target, budget=24, gamma=8, cheap="standalone", draft_model=near)
-    cheap: Any = middle(one).cheap
-    assert isinstance(cheap, StandaloneDraft)
-    accepted = holds_what_a_prefill_gives(one, cheap.runner, PROMPTS[:4], unfed=3)
-    assert len(set(accepted)) > 4
+@pytest.mark.parametrize("scripted", [False, True])
+def test_a_standalone_cheap_level_keeps_its_cache_whatever_both_judges_keep(scripted: bool) -> None:
+    """Its model has one layer, whose keys depend on the tokens alone, so that its sparse view changes none of them.
 
-
-def test_a_standalone_cheap_level_may_be_two_tokens_behind() -> None:
-    """It feeds neither the last of its drafts nor the middle level's own token, and both judges may keep both."""
+    It feeds neither the last of its drafts nor the middle level's own token, and both judges may keep both.
+    """
     target = tiny_model(tiny_config(n_layers=1))
-    one = drafting("hierarchy", model=target, budget=512, gamma=8, cheap="standalone", draft_model=target)
+    theirs, budget = (target, 512) if scripted else (nearly(target, by=0.02), 24)
+    one = drafting("hierarchy", model=target, budget=budget, gamma=8, cheap="standalone", draft_model=theirs)
     cheap: Any = middle(one).cheap
-    propose, calls = cheap.propose, 0
+    propose, calls = cheap.propose, itertools.count(1)
 
     def right_in_every_fourth_step(state: BatchState, plan: RoundPlan) -> Draft:
-        nonlocal calls
-        calls += 1
         draft: Draft = propose(state, plan)
-        return Draft(draft.tokens if calls % 4 == 0 else (draft.tokens + 1) % 258, draft.q, draft.count)
+        return draft if next(calls) % 4 == 0 else Draft((draft.tokens + 1) % 258, draft.q, draft.count)
 
-    cheap.propose = right_in_every_fourth_step
+    if scripted:
+        cheap.propose = right_in_every_fourth_step
     accepted = holds_what_a_prefill_gives(one, cheap.runner, PROMPTS[:4], unfed=3)
-    assert accepted.count(7) >= 12
+    assert accepted.count(7) >= 12 if scripted else len(set(accepted)) > 4
 
 
 def test_no_two_decisions_share_a_stream_of_random_numbers() -> None:
@@ -236,14 +182,6 @@ def test_no_two_decisions_share_a_stream_of_random_numbers() -> None:
     step = [CHEAP_STREAM] * CHEAP_GAMMA + [CHEAP_ACCEPT_STREAM, DRAFT_STREAM]
     assert streams == [*step, *step, ACCEPT_STREAM, TARGET_STREAM]
     assert len(set(streams)) == 5
-
-
-@pytest.mark.parametrize("cheap", few(CHEAPS, ["lookup"]))
-def test_a_seed_gives_the_same_tokens_again(cheap: str) -> None:
-    one = drafting("hierarchy", view="streaming", budget=16, gamma=4, **CHEAPS[cheap])
-    params = [SamplingParams(max_tokens=20, temperature=0.8, seed=i) for i in range(len(PROMPTS))]
-    first = tokens_of(one.generate(PROMPTS, params))
-    assert tokens_of(one.generate(PROMPTS, params)) == first
 
 
 def test_a_guided_middle_level_selects_by_no_token_of_a_slots_former_occupant() -> None:
@@ -280,8 +218,3 @@ def test_bytes_and_positions_are_those_of_the_middle_level_and_of_the_drafts_for
     assert middle(over).kv_bytes(six) == 3 * one_step * (1 + CHEAP_GAMMA)  # same shape, same view
     pos = torch.tensor([400, 0, 0, 0])
     assert torch.equal(policy.positions_read(pos), policy.view.positions_read(pos))
-
-
-def test_a_budget_too_small_for_the_cheap_levels_window_is_refused() -> None:
-    with pytest.raises(ValueError, match="budget must be at least 12 for streaming, got 5"):
-        DraftConfig(policy="hierarchy", view="full", budget=5, cheap="standalone", draft_model="somewhere")

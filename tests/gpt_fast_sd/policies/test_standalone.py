@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import Engine, SamplingParams
 from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.standalone import StandaloneDraft
@@ -16,20 +16,16 @@ from gpt_fast_sd.serving.requests import Request
 from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
-    TOY,
     drafting,
     drafting_now_and_then,
     entries,
     holds_what_a_prefill_gives,
-    misfit,
     nearly,
     prefilled,
     tokens_of,
-    told_the_targets_own,
-    toy_engine,
 )
 from tests.gpuless.recorder import mixed_devices
-from tests.helpers import few, random_ids, tiny_config, tiny_model
+from tests.helpers import ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 SMALLER = tiny_config(n_layers=1, dim=24, n_heads=3, n_kv_heads=3, ffn_dim=32)
 
@@ -39,12 +35,6 @@ def standalone(draft_model: Transformer | None = None, **draft: Any) -> tuple[En
     one = drafting("standalone", draft_model=draft_model or tiny_model(), **{"view": "full", "gamma": 4} | draft)
     assert isinstance(one.policy, StandaloneDraft)
     return one, one.policy
-
-
-@pytest.mark.parametrize("plant", few([None, told_the_targets_own], [None]))
-def test_sampled_tokens_follow_the_target_exactly_and_a_wrong_q_would_be_found(plant: Any) -> None:
-    one = toy_engine("standalone", draft_model=nearly(tiny_model(TOY), by=0.3))
-    assert (misfit(one, 4, SamplingParams(temperature=1.0), plant) > 1) == (plant is not None)
 
 
 @pytest.mark.parametrize("gamma", few([1, 2, 5], [1, 5]))
@@ -63,13 +53,6 @@ def test_after_every_round_the_cache_holds_what_a_prefill_gives() -> None:
     assert set(accepted) == {0, 1, 2, 3, 4}  # every pattern occurred
 
 
-def test_at_most_one_committed_token_is_missing_after_a_round() -> None:
-    """The claim above is sharp: had all rounds fed their last draft, the second token of a step would be idle."""
-    one, policy = standalone()
-    with pytest.raises(AssertionError, match="not close"):
-        holds_what_a_prefill_gives(one, policy.runner, PROMPTS[:4], unfed=1)
-
-
 def assert_prefilled(policy: StandaloneDraft, slot: int, body: Sequence[int]) -> None:
     """The cache of a slot begins, bit for bit, with what a prefill gives."""
     found = entries(policy.runner.cache, slot, len(body))
@@ -85,12 +68,20 @@ def assert_holds(policy: StandaloneDraft, state: BatchState, lengths: Mapping[in
         assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("pattern", few([[4, 0], [0, 0, 0, 2, 0], [3, 3, 0], [0] * 290 + [4] * 5], [[0, 0, 0, 2, 0]]))
-def test_rounds_without_a_draft_are_made_up_for(pattern: list[int]) -> None:
-    """290 of them take more than one chunk."""
+@pytest.mark.parametrize(
+    "pattern",
+    few([[4], [3, 0, 0], [4, 0], [0, 0, 0, 2, 0], [3, 3, 0], [0] * 290 + [4] * 5], [[3, 0, 0], [0, 0, 0, 2, 0]]),
+)
+def test_rounds_without_a_draft_are_made_up_for_and_a_view_is_shown_what_is_there(pattern: list[int]) -> None:
+    """290 of them take more than one chunk. Where all drafts were accepted, the last is not there as a round begins."""
     one, policy = standalone()
     drafting_now_and_then(one, pattern)
-    propose, rounds = policy.propose, 0
+    propose, shown, rounds = policy.propose, list[int](), 0
+
+    def begin(state: BatchState, plan: RoundPlan) -> None:
+        assert all(int(state.seq_len[slot]) == length for slot, length in plan.lengths.items())
+        assert_holds(policy, state, plan.lengths)
+        shown.extend(plan.lengths.values())
 
     def checked(state: BatchState, plan: RoundPlan) -> Draft:
         nonlocal rounds
@@ -99,28 +90,12 @@ def test_rounds_without_a_draft_are_made_up_for(pattern: list[int]) -> None:
         assert_holds(policy, state, {slot: length + 1 for slot, length in plan.lengths.items()})
         return draft
 
-    policy.propose = checked  # type: ignore[method-assign]
+    policy.propose, policy.view.device_before_draft = checked, begin  # type: ignore[method-assign]
     n = 310 if len(pattern) > 100 else 30
     one.generate(PROMPTS[:2] if n > 100 else PROMPTS, SamplingParams(max_tokens=n))
-    assert rounds >= 3 and one.stats.rounds_by_gamma[0] > 2
+    assert rounds >= 3 and (0 not in pattern or one.stats.rounds_by_gamma[0] > 2)
+    assert max(shown) > 250 and (min(shown) == 0 or not pattern[0])
     assert one.stats.acceptance_rate == 1.0
-
-
-@pytest.mark.parametrize("pattern", few([[4], [3, 0, 0]], [[3, 0, 0]]))
-def test_a_view_is_shown_no_token_that_is_not_in_the_cache(pattern: list[int]) -> None:
-    """Where all drafts were accepted, the last of them is not, when the next round begins."""
-    one, policy = standalone()
-    drafting_now_and_then(one, pattern)
-    shown: list[int] = []
-
-    def begin(state: BatchState, plan: RoundPlan) -> None:
-        assert all(int(state.seq_len[slot]) == length for slot, length in plan.lengths.items())
-        assert_holds(policy, state, plan.lengths)
-        shown.extend(plan.lengths.values())
-
-    policy.view.device_before_draft = begin  # type: ignore[method-assign]
-    one.generate(PROMPTS[:5], SamplingParams(max_tokens=20))
-    assert max(shown) > 300 and min(shown) == 0
 
 
 def test_calls_with_and_without_speculation_may_take_turns() -> None:
@@ -170,13 +145,8 @@ def test_a_prompt_that_was_prepared_is_not_filled_again(monkeypatch: pytest.Monk
     """Nor is what is past it made zero a second time, which is most of a slot."""
     one, policy = standalone()
     one.warm_up()
-    cleared, vacate = list[tuple[bool, int]](), KVCache.vacate
-
-    def noted(self: KVCache, slot: int, keep: int = 0) -> None:
-        cleared.append((self is policy.runner.cache, slot))
-        vacate(self, slot, keep)
-
-    monkeypatch.setattr(KVCache, "vacate", noted)
+    cleared = list[tuple[bool, int]]()
+    ahead(monkeypatch, KVCache, "vacate", lambda kv, slot, **_: cleared.append((kv is policy.runner.cache, slot)))
     one.generate(PROMPTS[:4], SamplingParams(max_tokens=5))
     assert sorted(cleared) == [(drafts, slot) for drafts in (False, True) for slot in range(4)]
 
@@ -230,41 +200,14 @@ def test_a_draft_model_of_another_shape_shares_the_record_of_what_is_committed()
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"vocab_size": 300}, "the draft model has a vocabulary of 300, the target of 258"),
-        ({"max_seq_len": 639}, "max_seq_len 640 is over the draft model's 639 positions"),
-        ({"sliding_window": 512}, "max_seq_len 640 is over the draft model's 512 positions"),
-    ],
-)
-def test_a_draft_model_that_does_not_fit_is_refused(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        standalone(tiny_model(tiny_config(**changes)))
-
-
 def test_a_draft_model_with_just_enough_positions_is_taken() -> None:
     one, _ = standalone(tiny_model(tiny_config(max_seq_len=640)))
     one.generate([random_ids(630)], SamplingParams(max_tokens=10))
     assert one.stats.acceptance_rate == 1.0
 
 
-def test_an_engine_without_the_draft_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs a draft model"):
-        Engine(
-            tiny_model(), None, EngineConfig(max_seq_len=640), DraftConfig(policy="standalone", draft_model="somewhere")
-        )
-
-
-@pytest.mark.parametrize("policy", ["off", "streaming", "lookup", "hierarchy"])
-def test_a_draft_model_that_nothing_would_use_is_refused(policy: Any) -> None:
-    config, draft = EngineConfig(max_seq_len=640), DraftConfig(policy=policy, budget=64)
-    with pytest.raises(ValueError, match=f"policy '{policy}' drafts without one"):
-        Engine(tiny_model(), None, config, draft, tiny_model())
-
-
 def test_redrafting_takes_a_configuration() -> None:
-    engine = Engine(tiny_model(), None, EngineConfig(max_seq_len=640, device="cpu", compile=False))
+    engine = tiny_engine()
     with pytest.raises(ValueError, match="draft must be a DraftConfig, got None"):
         engine.redraft(None)  # type: ignore[arg-type]
     assert engine.generate([[3, 4]], SamplingParams(max_tokens=2))

@@ -5,7 +5,6 @@ Shapes: B slots, S cache capacity, L layers, K kv heads.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.policies.picture import SHADES, picture
 from tests.drafts import VIEWS
+from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, tokens_of
 from tests.gpt_fast_sd.policies.views_rig import MAX_LEN, N_ROWS, SPARSE, Rig
-from tests.helpers import few, random_ids, thinned, tiny_model
+from tests.helpers import few, random_ids, thinned, tiny_engine
 
 BUDGET, PAGE, N_SINK = 100, 16, 4
 EDGES = [
@@ -94,8 +95,7 @@ def test_a_page_that_is_listed_in_part_is_completed_when_its_row_outgrows_the_bu
 def test_each_entry_that_positions_read_names_is_read(name: str) -> None:
     rig = Rig(name, [3, 90, 300, 700], budget=BUDGET)
     rig.begin()
-    rig.grow([1, 2, 3, 4])
-    rig.begin()
+    rig.rounds([1, 2, 3, 4])
     logits, reads = rig.step(), clean_reads(rig)
     named = reads[0].nonzero().tolist()  # of layer 0, whose queries nothing else changes
     assert {row for row, _, _ in named} == {0, 1, 2, 3}
@@ -136,32 +136,23 @@ def test_however_rows_grow_the_view_keeps_its_promises(name: str, data: st.DataO
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_slot_that_is_vacated_and_filled_again_reads_what_a_new_one_reads(name: str) -> None:
     used = Rig(name, [700, 40, 300, 800], budget=BUDGET)
-    for by in ([1, 2, 3, 4], [30, 70, 2, 3]):
-        used.grow(by)
-        used.begin()
-        used.step()
+    used.rounds([1, 2, 3, 4], [30, 70, 2, 3])
     for slot in (0, 2):
         used.policy.host_free(slot)
         del used.lengths[slot]
     used.cache.seq_len[2] = 3
-    for by in ([2, 1], [1, 3]):  # they idle for some rounds
-        used.grow(by)
-        used.begin()
-        used.step()
+    used.rounds([2, 1], [1, 3])  # they idle for some rounds
     fresh = Rig(name, [10, used.lengths[1], 500, used.lengths[3]], budget=BUDGET)
     for slot in (0, 2):
         used.admit(slot, fresh.lengths[slot])
     used.begin()
     fresh.begin()
-    assert torch.equal(used.step()[[0, 2]], fresh.step()[[0, 2]])
-    assert torch.equal(used.reads()[:, [0, 2]], fresh.reads()[:, [0, 2]])
-    for rig in (used, fresh):  # selections that come later
-        rig.lengths = {slot: rig.lengths[slot] for slot in range(4)}
-        for _ in range(3):
-            rig.grow([2, 2, 3, 2])
-            rig.begin()
-    assert torch.equal(used.step()[[0, 2]], fresh.step()[[0, 2]])
-    assert torch.equal(used.reads()[:, [0, 2]], fresh.reads()[:, [0, 2]])
+    for grown in ((), [[2, 2, 3, 2]] * 3):  # and selections that come later
+        for rig in (used, fresh):
+            rig.lengths = {slot: rig.lengths[slot] for slot in range(4)}
+            rig.rounds(*grown)
+        assert torch.equal(used.step()[[0, 2]], fresh.step()[[0, 2]])
+        assert torch.equal(used.reads()[:, [0, 2]], fresh.reads()[:, [0, 2]])
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -183,8 +174,7 @@ def test_entries_read_counts_what_a_step_may_read_at_most(name: str) -> None:
 
 
 def engine(name: str, **draft: Any) -> Engine:
-    config = EngineConfig(batch_size=4, max_seq_len=900, device="cpu", dtype="fp32", compile=False)
-    return Engine(tiny_model(), None, config, DraftConfig(policy=name, **draft))
+    return tiny_engine(DraftConfig(policy=name, **draft), batch_size=4, max_seq_len=900)
 
 
 def prompts(lengths: Sequence[int]) -> list[list[int]]:
@@ -204,10 +194,9 @@ def test_every_draft_is_accepted_where_the_budget_holds_the_context(name: str, g
 
 
 @pytest.mark.parametrize("name", few(VIEWS, ["snapkv", "guided"]))
-def test_rounds_without_drafts_in_between_lose_nothing_that_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_without_drafts_in_between_lose_nothing_that_fits(name: str) -> None:
     one = engine(name, gamma=3, budget=500)
-    tiers = itertools.cycle([*[0] * 70, 3, 3, *[0] * 5, 3, 0, 3, *[0] * 17])
-    monkeypatch.setattr(one.schedule.planner, "choose", lambda *_: next(tiers))
+    drafting_now_and_then(one, [*[0] * 70, 3, 3, *[0] * 5, 3, 0, 3, *[0] * 17])
     one.generate(prompts([1, 20, 120, 300]), SamplingParams(max_tokens=200))
     assert one.stats.drafted > 60 and one.stats.acceptance_rate == 1.0
 
@@ -216,12 +205,46 @@ def test_rounds_without_drafts_in_between_lose_nothing_that_fits(name: str, monk
 @pytest.mark.parametrize("asked", [{"budget": 10**6}, {"budget": 10**6 + 8, "n_sink": 10**6}], ids=str)
 def test_a_budget_beyond_the_cache_costs_what_all_of_it_does(name: str, asked: dict[str, int]) -> None:
     """Once a selection had room for what no row can hold: 10^9 asked for more memory than there was, or for 80 GB."""
-    prompts, params = [random_ids(n, seed=n) for n in (300, 9)], SamplingParams(max_tokens=20)
-    config = EngineConfig(batch_size=2, max_seq_len=2 * SPLIT, device="cpu", compile=False)
-    engines = [
-        Engine(tiny_model(), None, config, DraftConfig(policy=name, gamma=3, **fields))
-        for fields in (asked, {"budget": 2 * SPLIT})
+    params, fields = SamplingParams(max_tokens=20), (asked, {"budget": 2 * SPLIT})
+    one, whole = (tiny_engine(DraftConfig(policy=name, gamma=3, **each), max_seq_len=2 * SPLIT) for each in fields)
+    got, expected = (tokens_of(each.generate(prompts([300, 9]), params)) for each in (one, whole))
+    assert got == expected == tokens_of(whole.generate(prompts([300, 9]), params, speculate=False))
+    assert one._plan.policy <= 2 * whole._plan.policy and one.draft.budget == asked["budget"]
+
+
+# ---- the picture of what is read: blank means nothing, solid means all ---------------------------------------------
+
+
+def test_a_stretch_is_shaded_by_the_share_of_it_that_is_read() -> None:
+    mask = torch.zeros(1, 2, 60, dtype=torch.bool)
+    mask[0, 0, :10] = mask[0, 0, 10] = mask[0, 0, 20:25] = mask[0, 0, 30:39] = True
+    assert picture(mask, width=6).splitlines() == [
+        "               0     59",
+        "layer 0  head 0 |█░▒▓  | 25",
+        "layer 0  head 1 |      | 0",
     ]
-    whole, (got, expected) = engines[1], ([c.tokens for c in one.generate(prompts, params)] for one in engines)
-    assert got == expected == [c.tokens for c in whole.generate(prompts, params, speculate=False)]
-    assert engines[0]._plan.policy <= 2 * whole._plan.policy and engines[0].draft.budget == asked["budget"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 5001])
+def test_one_entry_of_many_is_never_blank_and_one_missing_is_never_solid(n: int) -> None:
+    lone = torch.eye(n, dtype=torch.bool)[:: max(1, n // 50)][None]  # a line for each of some positions
+    for line in picture(lone).splitlines()[1:]:
+        bar = line[line.index("|") + 1 : line.rindex("|")]
+        assert len(bar) == min(n, 64) and sum(shade != " " for shade in bar) == 1
+    for line in picture(~lone).splitlines()[1:]:
+        bar = line[line.index("|") + 1 : line.rindex("|")]
+        assert sum(shade != "█" for shade in bar) == 1 and set(bar) <= set(SHADES)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_policy_draws_itself(name: str) -> None:
+    rig = Rig(name, [100, 300, 500, 700], budget=128)
+    rig.begin()
+    rig.rounds([1, 2, 3, 4])
+    drawn = picture(rig.reads()[:, 3, :, :705])
+    print(f"\n{name}, 128 of 704 entries and the pending one\n{drawn}")
+    bars = [line[line.index("|") + 1 : line.rindex("|")] for line in drawn.splitlines()[1:]]
+    assert len(bars) == 4 and all(len(bar) == 64 and bar[-1] == "█" for bar in bars)
+    blank = sum(bar.count(" ") for bar in bars) / 256
+    assert blank == 0 if name == "full" else 0.2 < blank < 0.9
+    assert (len(set(bars)) == 1) == (name in ("full", "streaming"))  # the others select by kv head and layer

@@ -17,18 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.fast.devices import TRAITS
-from gpt_fast_sd.model import FORMATS, SPLIT, CausalSelf, KVCache, ModelConfig, Transformer
+from gpt_fast_sd.model import FORMATS, SPLIT, CausalSelf, KVCache, Transformer
 from gpt_fast_sd.policies import snapkv
 from gpt_fast_sd.policies.snapkv import OBSERVED, SnapKVView, best_entries
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.state import BatchState, RoundPlan
 from gpt_fast_sd.steps import Runner
 from tests.gpt_fast_sd.fast.references import as_on_cuda
+from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then
 from tests.gpt_fast_sd.policies.views_rig import Rig
 from tests.gpuless.recorder import capture
-from tests.helpers import few, random_ids, tiny_config, tiny_model
+from tests.helpers import ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 GROUPS, WINDOWS = [1, 2, 4, 5, 7, 8], [16, 32, 64]
 LONGEST = 330
@@ -76,18 +77,6 @@ def slow_scores(q: Tensor, k: Tensor, n: int, observed: int, scale: float) -> Te
     return scores
 
 
-def state_of(model: Transformer, cache: KVCache) -> BatchState:
-    return BatchState.idle(cache.seq_len, cache.capacity + SPLIT, model.config.vocab_size, ())
-
-
-def admit(view: SnapKVView, state: BatchState, slot: int, prompt: list[int]) -> None:
-    """Put a prompt into a slot, whose keys are there, and let a round begin."""
-    state.assign(slot, prompt, SamplingParams(), 0)
-    view.host_admit(slot, prompt)
-    for n_keys in view.host_refreshes(RoundPlan.of({slot: len(prompt) - 1})):
-        view.device_refresh(state, n_keys)
-
-
 def are_best(listed: Tensor, scores: Tensor) -> bool:
     """Whether the listed entries [K, C] are different ones, and none left out has a clearly higher score [K, start]."""
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, listed, True)
@@ -103,13 +92,16 @@ def test_the_listed_entries_are_those_that_loops_over_heads_and_queries_find(gro
     model, ids, cache, recording = text(group)
     runner = Runner(model, cache)
     view = SnapKVView(runner, budget=observed + 40, refresh=8, max_new=6, n_observed=observed)
-    state = state_of(model, cache)
+    state = BatchState.idle(cache.seq_len, cache.capacity + SPLIT, model.config.vocab_size, ())
     n_listed = view.kv_indices.shape[-1]
     for i, n in enumerate(
         [1, observed - 1, observed, observed + 1, observed + 39, observed + 40, observed + 41, 2 * observed + 57, 330]
     ):
-        slot = i % 3
-        admit(view, state, slot, ids[: n + 1])
+        slot, prompt = i % 3, ids[: n + 1]
+        state.assign(slot, prompt, SamplingParams(), 0)
+        view.host_admit(slot, prompt)
+        for n_keys in view.host_refreshes(RoundPlan.of({slot: n})):
+            view.device_refresh(state, n_keys)
         if n <= observed + 40:  # the window, which slides when a round begins, and the list hold it all
             assert int(view.window_start[slot]) == 0 and (view.kv_indices[:, slot] == -1).all()
             continue
@@ -118,21 +110,6 @@ def test_the_listed_entries_are_those_that_loops_over_heads_and_queries_find(gro
             listed = view.kv_indices[layer, slot]  # [K, C]
             assert are_best(listed, slow_scores(q, k, n, observed, q.shape[-1] ** -0.5))
             assert listed.shape == (2, n_listed) and int(listed.max()) < n - observed
-
-
-def test_without_the_scale_by_the_head_dim_other_entries_would_be_listed() -> None:
-    model, ids, cache, recording = text(4)
-    view = SnapKVView(Runner(model, cache), budget=72, refresh=8, max_new=6)
-    admit(view, state_of(model, cache), 0, ids)
-    q, k = recording.q[0], recording.k[0]
-    assert are_best(view.kv_indices[0, 0], slow_scores(q, k, LONGEST, 32, q.shape[-1] ** -0.5))
-    assert not are_best(view.kv_indices[0, 0], slow_scores(q, k, LONGEST, 32, 1.0))
-
-
-def test_neighbours_of_an_attended_entry_are_listed_and_none_of_the_window_counts() -> None:
-    mass = torch.zeros(1, 1, 50)
-    mass[..., 20], mass[..., 40:] = 1.0, 100.0
-    assert sorted(best_entries(mass, torch.tensor([40]), 5).flatten().tolist()) == [18, 19, 20, 21, 22]
 
 
 def test_observing_changes_no_bit_of_the_cache() -> None:
@@ -160,78 +137,6 @@ def test_a_selection_within_an_output_is_that_of_a_prompt_of_the_same_tokens() -
         assert torch.equal(fresh.view.kv_indices[:, slot], grown.view.kv_indices[:, slot])
 
 
-class Watched(SnapKVView):
-    """Counts selections, and looks at every round's beginning that nothing falls between list and window.
-
-    What the host knows of the device's decisions must be what they were, where no round is under way.
-    """
-
-    def __init__(self, runner: Runner, **kwargs: Any) -> None:
-        super().__init__(runner, **kwargs)
-        self.selections: list[tuple[int, int]] = []  # slot, length
-        self.passes = 0
-        self.selected_to = [0] * runner.shape[1]
-
-    def host_refreshes(self, plan: RoundPlan) -> list[int]:
-        self.lengths = plan.lengths
-        return super().host_refreshes(plan)
-
-    def device_refresh(self, state: BatchState, n_keys: int) -> None:
-        before, self.passes = self.window_start.tolist(), self.passes + 1
-        super().device_refresh(state, n_keys)
-        for slot, (was, start) in enumerate(zip(before, self.window_start.tolist(), strict=True)):
-            if start != was:
-                self.selections.append((slot, self.lengths[slot]))
-                self.selected_to[slot] = self.lengths[slot] - self.n_observed
-                assert start == self.selected_to[slot]
-
-    def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
-        super().device_before_draft(state, plan)
-        self._learn(plan)
-        for slot, length in plan.lengths.items():
-            start = int(self.window_start[slot])
-            assert self._bounds[slot] == (start, start) or length <= self.budget
-            assert length - start <= self.window
-            if length > self.budget:
-                assert start == self.selected_to[slot]
-
-
-def watched_engine(config: ModelConfig, *, refresh: int, gamma: int) -> tuple[Engine, Watched]:
-    engine_config = EngineConfig(batch_size=2, max_seq_len=900, device="cpu", dtype="fp32", compile=False)
-    draft = DraftConfig(policy="snapkv", budget=160, refresh=refresh, gamma=gamma)
-    engine = Engine(tiny_model(config), None, engine_config, draft)
-    policy: Any = engine.policy
-    policy.view = Watched(policy.runner, budget=160, refresh=refresh, max_new=gamma + 2)
-    return engine, policy.view
-
-
-@pytest.mark.parametrize(
-    ("refresh", "gamma", "n_tokens"),
-    [(16, 3, 200), *(pytest.param(*one, 400, marks=pytest.mark.slow) for one in ((1, 2), (48, 4), (1000, 4)))],
-)
-def test_long_outputs_are_selected_for_again_and_again(refresh: int, gamma: int, n_tokens: int) -> None:
-    engine, view = watched_engine(tiny_config(), refresh=refresh, gamma=gamma)
-    engine.warm_up()
-    view.passes = 0
-    lengths = {"long": 301, "short": 61}
-    engine.generate([random_ids(n) for n in lengths.values()], SamplingParams(max_tokens=n_tokens))
-    apart = min(refresh, 160 // 2 - 32)  # half of the budget is window at most
-    assert view.window == 32 + apart and view.window + view.kv_indices.shape[-1] == 160 and view.refresh_every == apart
-    assert view.passes == len(view.selections)  # none was in vain
-    for slot, n in enumerate(lengths.values()):
-        at = [length for selected, length in view.selections if selected == slot]
-        steps = [b - a for a, b in itertools.pairwise(at)]
-        assert all(apart < step <= apart + gamma + 1 for step in steps)
-        assert at[0] == n - 1 if n > 160 else 160 < at[0] <= 160 + gamma + 1
-        assert len(at) >= (n_tokens - max(0, 160 - n)) // (apart + gamma + 1) - 1
-
-
-def test_a_row_that_fits_the_budget_is_never_selected_for() -> None:
-    engine, view = watched_engine(tiny_config(), refresh=16, gamma=4)
-    engine.generate([random_ids(n) for n in (1, 40, 90)], SamplingParams(max_tokens=70))
-    assert view.selections == [] and engine.stats.acceptance_rate == 1.0
-
-
 # ---- what is read together, and when -------------------------------------------------------------------------------
 
 
@@ -244,14 +149,12 @@ def four_together(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def windows_fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of all windows that the model is fed from now on."""
-    shapes, hidden = list[tuple[int, ...]](), Transformer.hidden
+    shapes = list[tuple[int, ...]]()
 
-    def noted(self: Transformer, tokens: Tensor, pos: Tensor, kv: Any) -> Tensor:
-        if tokens.shape[1] == OBSERVED:
-            shapes.append(tuple(tokens.shape))
-        return hidden(self, tokens, pos, kv)
+    def note(self: Transformer, tokens: Tensor, pos: Tensor, kv: Any) -> None:
+        shapes.extend([tuple(tokens.shape)] if tokens.shape[1] == OBSERVED else [])
 
-    monkeypatch.setattr(Transformer, "hidden", noted)
+    ahead(monkeypatch, Transformer, "hidden", note)
     return shapes
 
 
@@ -265,10 +168,9 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 
 def drafting(name: str, *, slots: int = 2, captured: bool = True, gamma: int | str = 3) -> Engine:
-    config = EngineConfig(batch_size=slots, max_seq_len=500, device="cpu", dtype="fp32", compile=False)
     draft = DraftConfig(policy=name, gamma=gamma, **DRAFTS[name], draft_model="given" if name == "standalone" else None)
     theirs = tiny_model(tiny_config(n_layers=1), seed=1) if name == "standalone" else None
-    one = Engine(tiny_model(), None, config, draft, theirs)
+    one = tiny_engine(draft, theirs, batch_size=slots)
     one.schedule.rounds.capture = capture if captured else None
     return one
 
@@ -318,41 +220,46 @@ def test_rows_are_selected_for_as_in_eager_rounds(name: str, windows: int, monke
 
 @pytest.mark.usefixtures("four_together")
 def test_what_a_row_drafts_does_not_depend_on_its_neighbours() -> None:
-    together = told(drafting("snapkv", slots=4).generate(LONG, SAMPLED))
-    for i in (3,):
-        assert told(drafting("snapkv", slots=4).generate([LONG[i]], SAMPLED[i])) == [together[i]]
+    together, alone = (drafting("snapkv", slots=4) for _ in range(2))
+    assert told(alone.generate([LONG[3]], SAMPLED[3])) == told(together.generate(LONG, SAMPLED))[3:]
 
 
 @pytest.mark.usefixtures("four_together")
-def test_the_host_knows_when_a_row_may_be_due_to_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refresh", [20, 1000])
+def test_a_row_is_selected_for_when_it_is_due_and_the_host_knows_when_to_within_a_round(
+    refresh: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It counts rounds by the most that they may add, so it asks early, once or twice; else it asks for nothing."""
     one = drafting("snapkv", slots=1, gamma=4)
     policy: Any = one.policy
-    view = policy.view = SnapKVView(policy.runner, budget=160, refresh=20, max_new=6)
-    asked, starts, refresh = [], [], one.schedule.rounds.refresh
+    view = policy.view = SnapKVView(policy.runner, budget=160, refresh=refresh, max_new=6)
+    apart = min(refresh, 160 // 2 - OBSERVED)  # half of the budget is window at most
+    assert view.window == OBSERVED + apart and view.window + view.kv_indices.shape[-1] == 160
+    asked, starts, real = [], [], one.schedule.rounds.refresh
 
     def noted(plan: RoundPlan) -> int:
-        before = int(view.window_start[0])
-        passes = refresh(plan)
-        asked.append(passes)
-        starts.append(int(view.window_start[0]) != before)
-        return passes
+        asked.append(real(plan))
+        starts.append(int(view.window_start[0]))
+        return asked[-1]
 
     monkeypatch.setattr(one.schedule.rounds, "refresh", noted)
-    one.generate([random_ids(200)], SamplingParams(max_tokens=150, ignore_eos=True))
-    selections = sum(starts)
-    assert selections >= 150 // 25
-    assert all(n for n, selected in zip(asked, starts, strict=True) if selected)  # every one was requested
-    assert sum(asked) <= 3 * selections
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    one.generate([random_ids(200)], params)
+    steps = [b - a for a, b in itertools.pairwise([0, *starts])]
+    assert steps[0] == 199 - OBSERVED and all(not step or apart < step <= apart + 5 for step in steps[1:])
+    assert sum(map(bool, steps)) >= 150 // (apart + 5)
+    assert all(n for n, step in zip(asked, steps, strict=True) if step)  # every one was requested
+    assert sum(asked) <= 3 * sum(map(bool, steps))
+    asked.clear()
+    one.generate([random_ids(9)], SamplingParams(max_tokens=100))  # fits the budget
+    assert not any(asked)
 
 
 def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiers = (3, 0, 3, 3, 0, 0, 0, 2, 4)
     tokens = []
     for name in ("snapkv", "standalone"):
-        one, turns = drafting(name, gamma="auto"), itertools.cycle(tiers)
-        monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
-        monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys, turns=turns: next(turns))
+        one = drafting(name, gamma="auto")
+        drafting_now_and_then(one, (3, 0, 3, 3, 0, 0, 0, 2, 4), timed=False)
         view: Any = one.policy.view  # type: ignore[union-attr]
         refresh = one.schedule.rounds.refresh
 
@@ -405,13 +312,7 @@ def test_cudas_operators_list_the_same_entries(together: int, monkeypatch: pytes
 
 
 def test_the_planner_counts_what_selecting_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = snapkv.observe_step
-
-    def slow(*args: Any) -> Tensor:
-        time.sleep(0.02)
-        return step(*args)
-
-    monkeypatch.setattr(snapkv, "observe_step", slow)
+    ahead(monkeypatch, snapkv, "observe_step", lambda *_: time.sleep(0.02))
     one = drafting("snapkv", gamma="auto", captured=False)
     one.warm_up()
     plan, n_keys = one.schedule.planner, one.cache.capacity

@@ -87,6 +87,13 @@ class Rig:
         if observed:
             self.policy.device_after_verify(self.state, mass)
 
+    def rounds(self, *grown: Sequence[int]) -> None:
+        """Rounds that draft, after each of which the rows have grown by so much."""
+        for by in grown:
+            self.grow(by)
+            self.begin()
+            self.step()
+
     def verify(self) -> tuple[Tensor, Tensor | None]:
         """Logits [B, T, V] and mass of the next T = gamma + 1 tokens of every row; the cache stays as it is."""
         tokens = torch.tensor([[*p[n : n + 5]] for p, n in zip(self.prompts, self.cache.seq_len.tolist(), strict=True)])

@@ -1,6 +1,6 @@
-"""Quest's bounds, scores and pages against plain loops.
+"""Views that list pages: Quest's bounds against plain loops and whose pages a step reads, and guided's by their mass.
 
-Shapes: B rows, T tokens, N query heads, K kv heads, G = N // K, R = G * T, H head dim, P pages, n pages chosen.
+Shapes: B rows, T tokens, L layers, N query heads, K kv heads, G = N // K, H head dim, P pages or blocks in view.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies import quest
 from gpt_fast_sd.policies.quest import QuestKV
-from gpt_fast_sd.policies.selection import page_bounds, page_scores, quest_pages
+from gpt_fast_sd.policies.selection import page_bounds, quest_pages
+from gpt_fast_sd.round import decode_step
+from tests.gpt_fast_sd.fast import references
 from tests.gpt_fast_sd.policies.views_rig import N_ROWS, Rig
 from tests.helpers import tiny_config
 
-GROUPS = [1, 2, 4, 5, 7, 8]
+# ---- quest -----------------------------------------------------------------------------------------------------------
 
 
 def corners(keys: Tensor, page: int) -> Tensor:
@@ -71,68 +74,6 @@ def test_a_round_that_drafted_is_caught_up_with_in_one_step(gamma: int, monkeypa
         rig.grow([gamma + 1, gamma, 1, gamma + 1])
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("n_tokens", [1, 2, 4])
-def test_a_page_score_is_at_least_the_product_with_every_key_of_the_page(group: int, n_tokens: int) -> None:
-    q, keys = torch.randn(3, 2 * group, n_tokens, 8), torch.randn(3, 2, 64, 8)
-    scores = page_scores(q, corners(keys, 16))  # [B, K, R, P]
-    assert scores.shape == (3, 2, group * n_tokens, 4)
-    products = q.unflatten(1, (2, group)).flatten(2, 3) @ keys.transpose(-1, -2)  # [B, K, R, S]
-    best = products.unflatten(-1, (4, 16)).amax(-1)  # [B, K, R, P]
-    assert (scores >= best - 1e-5).all()  # fp32
-    assert (scores < best + 40).all()  # a bound that says something: infinity would be one, too
-
-
-def test_the_score_of_a_page_of_one_key_is_its_product() -> None:
-    q, keys = torch.randn(2, 6, 1, 8), torch.randn(2, 2, 10, 8)
-    products = q.unflatten(1, (2, 3)).flatten(2, 3) @ keys.transpose(-1, -2)
-    assert torch.allclose(page_scores(q, corners(keys, 1)), products, atol=1e-5)
-
-
-def slow_score(q: Tensor, bound: Tensor) -> float:
-    """The formula of the paper: q [H], bound [2H]."""
-    high, low = bound.double().split(len(q))
-    return sum(max(float(x) * float(a), float(x) * float(b)) for x, a, b in zip(q.double(), high, low, strict=True))
-
-
-def slow_pages(q: Tensor, bounds: Tensor, n_closed: int) -> list[float]:
-    """What each closed page is worth to the kv head whose query rows are q [R, H]; bounds [P, 2H]."""
-    worth = [-math.inf] * n_closed
-    for row in q:
-        scores = [slow_score(row, bounds[p]) for p in range(n_closed)]
-        worth = [max(w, score - max(scores)) for w, score in zip(worth, scores, strict=True)]
-    return worth
-
-
-def check_pages(chosen: Tensor, worth: list[float]) -> None:
-    """chosen [n] are the best, each once; -1 where there are no more."""
-    pages = chosen[chosen >= 0].tolist()
-    assert len(set(pages)) == len(pages) == min(len(chosen), len(worth))
-    left = [w for page, w in enumerate(worth) if page not in pages]
-    assert not left or min(worth[page] for page in pages) >= max(left) - 1e-4  # fp32, near ties
-
-
-@pytest.mark.parametrize("n_tokens", [1, 2])
-@pytest.mark.parametrize("group", GROUPS)
-def test_pages_are_those_that_loops_find(group: int, n_tokens: int) -> None:
-    q = torch.randn(4, 2 * group, n_tokens, 8) * (1 + 5 * torch.rand(2 * group, 1, 1))  # heads differ in size
-    bounds = corners(torch.randn(4, 2, 20 * 16, 8), 16)
-    closed = torch.tensor([0, 3, 7, 20])
-    chosen = quest_pages(q, bounds, closed, 6)  # [B, K, n]
-    assert chosen.shape == (4, 2, 6)
-    for row in range(4):
-        for head in range(2):
-            worth = slow_pages(q[row].unflatten(0, (2, group))[head].flatten(0, 1), bounds[row, head], int(closed[row]))
-            check_pages(chosen[row, head], worth)
-
-
-def test_a_head_with_large_queries_does_not_take_all_pages_for_itself() -> None:
-    """Page scores 0, 1, .. for one head and 100 times as much, the other way round, for another."""
-    keys = torch.stack([torch.arange(10.0), torch.arange(9.0, -1, -1)], -1)[None, None]  # [1, 1, P, H], one per page
-    q = torch.tensor([[1.0, 0.0], [0.0, 100.0]])[None, :, None]  # [1, N, 1, H]
-    assert quest_pages(q, corners(keys, 1), torch.tensor([10]), 4).flatten().tolist() == [0, 7, 8, 9]
-
-
 def test_what_bounds_of_unfinished_pages_hold_does_not_matter() -> None:
     keys = torch.tensor([1.0, 2.0, float("nan"), float("inf")])[None, None, :, None]
     assert quest_pages(torch.ones(1, 1, 1, 1), corners(keys, 1), torch.tensor([2]), 3).flatten().tolist() == [0, 1, -1]
@@ -163,9 +104,70 @@ def test_every_layer_of_a_draft_step_chooses_for_its_own_queries(group: int, n_t
     pos = rig.cache.seq_len[:, None] + torch.arange(n_tokens)
     rig.model.hidden(tokens, pos, Recording(rig.cache.layers, torch.empty(rig.cache.splits(905), 0), *args))
     for q, bounds, chosen in zip(seen, rig.view.bounds, rig.view.chosen, strict=True):
-        for row in range(4):
-            for head in range(2):
-                rows = q[row].unflatten(0, (2, group))[head].flatten(0, 1)  # [R, H]
-                n = int(rig.view.window_start[row]) // 16
-                check_pages(chosen[row, head], slow_pages(rows, bounds[row, head], n))
+        assert chosen.equal(references.quest_pages(q, bounds, rig.view.window_start // 16, chosen.shape[-1]))
     assert any(not torch.equal(rig.view.chosen[0], other) for other in rig.view.chosen[1:])
+
+
+# ---- guided ----------------------------------------------------------------------------------------------------------
+
+
+def test_verification_notes_the_mass_of_every_layer_and_gives_the_same_logits() -> None:
+    rig = Rig("guided", [3, 90, 300, 700], budget=100)
+    rig.begin()
+    logits, mass = rig.verify()
+    assert mass is not None and mass.shape == (2, 4, 2, 3 * SPLIT // 16)
+    torch.testing.assert_close(mass.sum(-1), torch.full((2, 4, 2), 2.0 * 5), atol=1e-4, rtol=0)  # G * T
+    tokens = torch.tensor([p[n : n + 5] for p, n in zip(rig.prompts, rig.lengths.values(), strict=True)])
+    pos = rig.cache.seq_len[:, None] + torch.arange(5)
+    without, none = decode_step(rig.model, tokens, pos, rig.cache.layers, torch.empty(3, 0), 0)
+    assert none is None and torch.equal(logits, without)
+
+
+def select(rig: Rig, mass: Tensor) -> None:
+    """Let the view select from this mass, in the lengths as they are."""
+    rig.view.device_after_verify(rig.state, mass)
+
+
+@pytest.mark.parametrize(("budget", "page"), [(100, 16), (48, 16), (250, 16), (192, 64), (400, 32)])
+def test_the_blocks_of_most_mass_are_listed_whole(budget: int, page: int) -> None:
+    lengths = [30, budget + 1, 300, 700]
+    rig = Rig("guided", lengths, budget=budget, page=page)
+    mass = torch.rand(2, 4, 2, 3 * SPLIT // page)
+    select(rig, mass)
+    view = rig.view
+    n_blocks = view.kv_indices.shape[-1] // page
+    assert view.kv_indices.shape[-1] + view.window == budget
+    for row, length in enumerate(lengths):
+        start = int(view.window_start[row])
+        assert start % page == 0 and start <= length and length - start <= view.window
+        assert length <= budget or length - start > page  # a block and more of what is most recent
+        for layer in range(2):
+            for head in range(2):
+                listed = view.kv_indices[layer, row, head]
+                worth = mass[layer, row, head, : start // page].tolist()
+                best = sorted(range(len(worth)), key=lambda block: -worth[block])[:n_blocks]
+                expected = sorted(block * page + i for block in best for i in range(page))
+                assert listed[listed >= 0].sort().values.tolist() == expected
+                assert (listed[len(expected) :] == -1).all()
+
+
+@pytest.mark.parametrize("refresh", [1, 7, 20, 500])
+def test_a_selection_is_refreshed_after_refresh_tokens_or_when_its_window_is_full(refresh: int) -> None:
+    rig = Rig("guided", [300, 400, 500, 600], budget=160, refresh=refresh)
+    view, selections = rig.view, [0] * 4
+    for _ in range(30):
+        rig.begin()
+        for row in range(4):  # nothing was lost between list and window
+            assert rig.lengths[row] - int(view.window_start[row]) <= view.window
+            assert int(view.window_start[row]) % 16 == 0
+        before = view.selected_at.tolist()
+        start = view.window_start.tolist()
+        rig.grow([1, 2, 3, 5])
+        for row in range(4):
+            length = rig.lengths[row]
+            due = length - before[row] >= refresh or length - start[row] > view.window
+            assert int(view.selected_at[row]) == (length if due else before[row])
+            selections[row] += due
+    for n, by in zip(selections, [1, 2, 3, 5], strict=True):
+        apart = min(refresh, 160 // 4)  # the window has room for no more
+        assert 30 * by // (apart + 16 + by) <= n <= 1 + 30 * by / min(refresh, 160 // 4 - 16)
