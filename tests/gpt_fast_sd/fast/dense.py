@@ -19,7 +19,7 @@ PLANES = torch.uint8  # int8 in two planes of nibbles
 TAIL = 20  # entries that a draft reads whole
 DTYPES = (FP32, FP16, BF16)
 
-SPARE = 64  # entries of the cache that are never in view
+SPARE = 64  # entries of the cache that are never in view, if nothing else is said
 NAN = float("nan")
 
 # A weight is rounded to the dtype, and so is the output: two halves of an eps of the sum of |weight * value|, which no
@@ -75,7 +75,8 @@ class Case(Entries):
 
     def __init__(
         self, ends: Sequence[int], *, n_tokens: int = 1, group: int = 2, n_kv: int = 1, head_dim: int = 64,
-        n_keys: int = 192, dtype: torch.dtype = FP32, held: torch.dtype | None = None, seed: int = 0,
+        n_keys: int = 192, spare: int = SPARE, dtype: torch.dtype = FP32, held: torch.dtype | None = None,
+        seed: int = 0,
     ) -> None:  # fmt: skip
         generator, n_rows = torch.Generator().manual_seed(seed), len(ends)
         self.n_keys = n_keys
@@ -86,7 +87,7 @@ class Case(Entries):
         # as a model gives them: [B, T, N, H] transposed, one of several tensors in a row
         self.q = normal(n_rows, n_tokens, n_kv * group + 3, head_dim)[:, :, 1:-2].transpose(1, 2)
         # as a cache holds them: some slots of a larger buffer
-        k, v = (normal(n_rows + 2, n_kv, n_keys + SPARE, head_dim)[1:-1] for _ in range(2))
+        k, v = (normal(n_rows + 2, n_kv, n_keys + spare, head_dim)[1:-1] for _ in range(2))
         self.hold(k, v, held)
         self.pos = (torch.tensor(ends)[:, None] + torch.arange(1 - n_tokens, 1)).clamp(min=0)  # [B, T]
         self.forget(NAN)

@@ -10,17 +10,16 @@ import itertools
 import pytest
 import torch
 
-from gpt_fast_sd.fast.triton import int8 as int8_triton
-
 pytest.importorskip("triton")
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
+from gpt_fast_sd.fast.triton import int8 as int8_triton
+from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32
+from tests.gpt_fast_sd.fast.launching import launched as launched_by
+from tests.gpt_fast_sd.fast.launching import new
 from tests.gpuless.aot import assert_fits, assert_lean, assert_occupancy
-from tests.gpuless.driver import Launch, stand_in
+from tests.gpuless.driver import Launch
 from tests.helpers import few
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WEIGHTS = [(4096, 4096), (14336, 4096), (4096, 28672)]  # (I, O): wo, w_out and w_in of an 8B model
 MOST_INSTRUCTIONS = 400  # of a warp, for 64 outputs x 128 inputs x 64 rows; 4 warps
 
@@ -29,13 +28,12 @@ def launched(
     cap: int, n_rows: int, n_in: int = 4096, n_out: int = 4096, dtype: torch.dtype = BF16, biased: bool = False
 ) -> Launch:
     """The kernel that one call of the launcher builds and would launch."""
-    with stand_in(cap) as launches, FakeTensorMode():
-        x, scale = (torch.empty(shape, device="cuda", dtype=kind) for shape, kind in
-                    (((n_rows, n_in), dtype), ((n_out,), FP32)))  # fmt: skip
-        weight = torch.empty(n_out, n_in, device="cuda", dtype=torch.int8)
-        bias = torch.empty(n_out, device="cuda", dtype=dtype) if biased else None
-        int8_triton.linear(x, weight, scale, bias, arch=cap)
-    (launch,) = launches
+
+    def call() -> None:
+        x, weight, scale = new(n_rows, n_in, dtype=dtype), new(n_out, n_in, dtype=torch.int8), new(n_out, dtype=FP32)
+        int8_triton.linear(x, weight, scale, new(n_out, dtype=dtype) if biased else None, arch=cap)
+
+    (launch,) = launched_by(cap, call)
     return launch
 
 

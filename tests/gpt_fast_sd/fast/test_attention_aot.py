@@ -1,0 +1,274 @@
+"""Attention compiled for GPUs that are not there: no spills, tensor cores, wide copies that run ahead.
+
+Over caches in the queries' dtype, in bytes, and in planes of nibbles.
+
+Shapes: B batch, T tokens in this call, S keys in view, G query heads per kv head, H head dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gpt_fast_sd.fast.triton import common as triton_common
+from gpt_fast_sd.fast.triton import decode as decode_triton
+from gpt_fast_sd.fast.triton import prefill as prefill_triton
+from gpt_fast_sd.fast.triton import sparse as sparse_triton
+from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32, INT8, PLANES
+from tests.gpt_fast_sd.fast.launching import FEW, MANY, OTHERS, attended
+from tests.gpuless.aot import RESERVE, SM_SHARED, Compiled, assert_fits, assert_lean, assert_occupancy
+from tests.gpuless.driver import Launch
+from tests.helpers import thinned
+
+ONE_CHUNK, SEVERAL = {"n_listed": 112, "width": 42}, {"n_listed": 448, "width": 74}
+TAIL = 64
+PROOF = 32  # bytes per thread that ptxas may spill of fp32, a proof and no matter of speed, for one more block per SM
+
+
+def spilled(op: str, cap: int, dtype: torch.dtype, held: torch.dtype | None) -> int:
+    """Bytes of registers per thread that may be spilled; where a table is of another device the assembler may, too."""
+    if dtype == FP32:
+        return 16 if op == "sparse" else PROOF
+    return 40 if op in FEW and cap in OTHERS and held is not PLANES else 0
+
+
+def wide_copies(kernel: Compiled) -> int:
+    return kernel.sass.count("LDGSTS.E.BYPASS.128")
+
+
+def per_sm(op: str, cap: int, launch: Launch, n_rows: int) -> int:
+    """Thread blocks that the table of a kernel says an SM should hold."""
+    size = triton_common.entry_size(launch.kwargs["p_q"], launch.kwargs["p_k"])
+    block_h = max(launch.kwargs["BLOCK_H"], 64)
+    if op in MANY:
+        table = prefill_triton.KEY_MASS if op == "key_mass" else prefill_triton.PREFILL
+        return int(table[triton_common.family(cap), size, block_h][-1])
+    config = sparse_triton.config if op == "sparse" else decode_triton.config
+    return int(config(cap, size, block_h, n_rows).per_sm)
+
+
+def assert_built_well(
+    op: str, cap: int, n_rows: int, dtype: torch.dtype = BF16, held: torch.dtype | None = None, **shape: Any
+) -> None:
+    """All kernels are lean; the one that reads keys copies 16 bytes at once, ahead, and takes the widest products.
+
+    As many of its blocks as the table says fit on an SM.
+    """
+    group = 4 if op in MANY else 1
+    launches = attended(op, cap, n_tokens=n_rows // group, group=group, dtype=dtype, held=held, **shape)
+    first, kwargs, stack = launches[0].compiled, launches[0].kwargs, spilled(op, cap, dtype, held)
+    for built in (launch.compiled for launch in launches):
+        assert built.stack <= stack, built
+        (assert_fits if stack else assert_lean)(built, cap)
+    assert_occupancy(first, cap, per_sm(op, cap, launches[0], n_rows))
+    if dtype != FP32:
+        widest = {90: "hgmma", 100: "utcmma"}.get(cap, "hmma") if kwargs["BLOCK_R"] >= 64 or op in MANY else "hmma"
+        found = [kind for kind in ("hmma", "hgmma", "utcmma") if getattr(first, kind) > 0]
+        # over planes and lists others may be beside them
+        assert found == [widest] or ((held is PLANES or op == "sparse") and widest in found)
+    if held is PLANES:
+        assert first.ldgsts > 0
+    elif op != "sparse":
+        assert first.ldgsts == first.sass.count("LDGSTS.E.BYPASS") == first.sass.count(".BYPASS.128") > 0
+    else:
+        assert [launch.name for launch in launches] == ["chunk_kernel", "merge_kernel"][: len(launches)]
+        assert len(launches) == 1 + (shape["n_listed"] == SEVERAL["n_listed"])
+        # all numbers of a block of keys and values, once in the loop and once for each block fetched ahead of it
+        block = 2 * kwargs["BLOCK_N"] * kwargs["BLOCK_H"] * kwargs["p_k"].element_size()
+        ahead = (kwargs["STAGES"] - 1) // 2
+        copies = block * (1 + ahead) // (16 * 32 * kwargs["num_warps"])
+        # products in tensor memory (sm_100) have a prologue of their own, which copies again
+        assert wide_copies(first) == copies or (cap == 100 and first.utcmma > 0 and wide_copies(first) > copies)
+        assert first.shared >= block * ahead
+
+
+# operator, query rows of a kv head, what else; for which devices in the ordinary run, and in the slow one
+OF_8B: list[tuple[str, int, dict[str, Any], Sequence[int], Sequence[int]]] = [
+    ("decode", 16, {}, [80], [90]),
+    ("mass", 32, {}, [90], [80]),
+    ("decode", 64, {}, [80], [90]),
+    ("mass", 64, {}, [100], [89, 120]),
+    *((op, 16, {"held": INT8}, [cap], []) for op, cap in (("decode", 80), ("mass", 90))),
+    *((op, 64, {"held": INT8}, [cap], []) for op, cap in (("mass", 80), ("decode", 90))),
+    ("prefill", 1024, {}, [], [89, 100]),
+    ("lse", 1024, {}, [80, 90], []),
+    ("key_mass", 1024, {}, [80, 90, 120], []),
+    *((op, 1024, {"held": INT8}, [80, 90], []) for op in ("lse", "key_mass")),
+    ("sparse", 4, SEVERAL, [80], [90]),
+    ("sparse", 4, SEVERAL | {"page": 1}, [90], [80]),
+    ("sparse", 20, ONE_CHUNK, [80], [90]),
+    ("sparse", 4, ONE_CHUNK, [100], [89, 120]),
+    ("sparse", 4, SEVERAL | {"held": INT8}, [80, 90], []),
+    ("decode", 4, {"held": PLANES}, [80, 90], []),
+    ("decode", 4, {"held": PLANES, "tail": TAIL}, [], [80, 90]),
+    ("sparse", 4, SEVERAL | {"held": PLANES}, [90], [80]),
+    ("sparse", 4, SEVERAL | {"held": PLANES, "tail": TAIL}, [80], [90]),
+    ("mass", 20, {"held": PLANES, "tail": TAIL}, [90], []),
+    ("prefill", 1024, {"held": PLANES, "tail": TAIL}, [90], []),
+    ("key_mass", 1024, {"held": PLANES}, [90], []),
+]  # fmt: skip
+
+
+def of_8b() -> Iterator[Any]:
+    for op, n_rows, how, often, seldom in OF_8B:
+        for caps, marks in ((often, ()), (seldom, (pytest.mark.slow,))):
+            yield from (pytest.param(op, cap, n_rows, how, marks=marks) for cap in caps)
+
+
+@pytest.mark.parametrize(("op", "cap", "n_rows", "how"), of_8b())
+def test_the_kernels_of_an_8b_model_are_built_well(op: str, cap: int, n_rows: int, how: dict[str, Any]) -> None:
+    assert_built_well(op, cap, n_rows, **how)
+
+
+SHAPES = [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP16), (64, FP32), (128, FP32), (256, FP32)]
+OF_SPARSE = [(64, FP16), (96, FP16), (256, FP16), (96, FP32)]
+CACHES = [(None, 0, [80, 90, *OTHERS]), (INT8, 0, [80, 90]), (PLANES, 0, [80, 89, 90]), (PLANES, TAIL, [80, 89, 90])]
+
+
+def entries() -> Iterator[Any]:
+    """Every entry of the tables; those that models have often in the ordinary run."""
+    for op, (held, tail, caps) in itertools.product((*FEW, *MANY, "sparse"), CACHES):
+        shapes = SHAPES[:3] if held else SHAPES + OF_SPARSE * (op == "sparse")
+        for (head_dim, dtype), cap in itertools.product(shapes, caps):
+            often = held is None and dtype == BF16 and head_dim in (64, 128) and op != "decode"
+            often = often and (cap == 90 or (cap == 80 and op in MANY))
+            size, block_h = 1 if held else dtype.itemsize, {96: 128}.get(head_dim, head_dim)
+            tiles = decode_triton.CONFIGS[triton_common.family(cap), size, block_h][1]
+            for n_rows in tiles if op in FEW else (1024,) if op in MANY else (4, 32, 136):
+                marks = () if often and (op != "sparse" or n_rows == 32) else pytest.mark.slow
+                yield pytest.param(op, cap, n_rows, head_dim, dtype, held, tail, marks=marks)
+
+
+@pytest.mark.parametrize(("op", "cap", "n_rows", "head_dim", "dtype", "held", "tail"), entries())
+def test_every_entry_of_the_tables_is_built_well(
+    op: str, cap: int, n_rows: int, head_dim: int, dtype: torch.dtype, held: torch.dtype | None, tail: int
+) -> None:
+    ways: list[dict[str, Any]] = [{}]
+    if op == "key_mass" and not held:
+        ways = [{"page": 1}, {"page": 16}]
+    elif op == "sparse":
+        ways = [SEVERAL if held is PLANES else ONE_CHUNK]
+        ways = ways if held else [way | {"page": page} for way in (ONE_CHUNK, SEVERAL) for page in (1, 16)]
+    for way in ways:
+        assert_built_well(op, cap, n_rows, dtype, held, head_dim=head_dim, tail=tail, **way)
+
+
+# ---- what a loop has -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [80, 90])
+def test_bytes_are_widened_by_four_at_once_and_a_block_takes_few_instructions(cap: int) -> None:
+    """Triton's own way has an I2F per entry, reads byte by byte and takes 760 to 890 instructions."""
+    split = attended("decode", cap, held=INT8)[0]
+    block = max(split.compiled.loops, key=len)
+    each = 2 * split.kwargs["BLOCK_N"] * split.kwargs["BLOCK_H"] // (32 * split.compiled.warps)  # entries a thread
+
+    def count(code: str) -> int:
+        return sum(code in instruction for instruction in block)
+
+    assert count("HFMA2") + count("HMUL2") >= each // 2 and count("PRMT") < each and count("LDS.U8") == 0
+    assert count("I2F") <= 2 and count("F2F.") <= 8  # of positions, and of weights
+    assert len(block) <= 700
+
+
+@pytest.mark.parametrize("cap", [80, 90])
+def test_nibbles_are_put_together_four_at_once(cap: int) -> None:
+    """As bytes of a register; then they are widened as those of an int8 cache."""
+    split = attended("decode", cap, n_tokens=4, group=1, held=PLANES, tail=TAIL)[0]
+    block = max(split.compiled.loops, key=len)
+    assert sum("I2F" in instruction for instruction in block) <= 4  # of positions and masks
+
+
+@pytest.mark.parametrize(("cap", "most"), [(80, 320), (90, 540)])
+def test_blocks_without_a_mask_take_few_instructions_and_scale_no_score_by_itself(cap: int, most: int) -> None:
+    """A score is scaled and made an exponent in one instruction: a multiplication each would be a ninth more."""
+    [launch] = attended("prefill", cap, n_tokens=256)
+    tile = launch.kwargs["BLOCK_R"] * launch.kwargs["BLOCK_N"] // (32 * launch.compiled.warps)
+    out = launch.kwargs["BLOCK_R"] * launch.kwargs["BLOCK_H"] // (32 * launch.compiled.warps)
+    plain = min(launch.compiled.loops, key=len)
+    assert len(plain) <= most
+    assert sum("FMUL" in code for code in plain) < tile // 4 + out  # what was summed shrinks, rows' maxima are scaled
+
+
+def test_a_64_row_tile_with_mass_leaves_shared_memory_for_two_blocks_an_sm() -> None:
+    """Hopper's SM has 228 KiB: a kernel that took 114 KiB with its reserve would need every byte of them."""
+    split = attended("mass", n_tokens=64, group=1)[0].compiled
+    assert 2 * (split.shared + RESERVE) + RESERVE <= SM_SHARED[90], split.shared
+
+
+@thinned("cap,held", [80, 90], [None, INT8])
+def test_tiles_of_16_and_of_32_rows_sum_over_keys_in_the_same_order(cap: int, held: torch.dtype | None) -> None:
+    layouts = []
+    for n_tokens in (1, 5):
+        kernel = attended("decode", cap, n_tokens=n_tokens, held=held)[0].kernel
+        layouts.append([line for line in kernel.asm["ttgir"].splitlines() if line.startswith("#mma")])
+    assert len(layouts[0]) == 1 and layouts[0] == layouts[1]
+
+
+# ---- what is built and launched --------------------------------------------------------------------------------------
+
+KERNELS = {"mass": ["split_kernel", "merge_kernel", "mass_kernel"], "sparse": ["chunk_kernel", "merge_kernel"]}
+
+
+@pytest.mark.parametrize(
+    ("op", "cap", "how"),
+    [
+        *(("mass", 90, {"held": held}) for held in (None, INT8)),
+        *(("decode", cap, {"held": PLANES, "tail": TAIL}) for cap in (80, 90)),  # how long a tail is, is built in
+        *((op, 90, {"n_tokens": 256}) for op in MANY),
+        *(("sparse", cap, {}) for cap in (80, 90)),
+    ],
+)
+def test_no_length_and_no_number_of_rows_or_tokens_of_a_tile_builds_another_kernel(
+    op: str, cap: int, how: dict[str, Any]
+) -> None:
+    """Of 1, not of 16, one more than before."""
+    launches = attended(op, cap, **how)
+    assert [launch.name for launch in launches] == KERNELS.get(op, [launch.name for launch in launches])
+    tokens = [301] if op in MANY else [2, 3]
+    changes = [*({"n_keys": n} for n in (1, 17, 4097, 8191)), *({"n_batch": n} for n in (1, 3))]
+    changes += [{"n_tokens": n, "n_batch": n_batch} for n in tokens for n_batch in (2, 3)]
+    changes += [{"n_listed": 400, "width": 121}, {"n_listed": 368, "width": 160}] if op == "sparse" else []
+    for change in changes:
+        again = attended(op, cap, **{**how, **change})
+        assert all(one.kernel is other.kernel for one, other in zip(again, launches, strict=True)), change
+
+
+@pytest.mark.parametrize(
+    ("op", "how", "grids"),
+    [
+        ("mass", {"n_tokens": 50, "n_batch": 3, "n_keys": 1025, "page": 32}, [(2, 24, 3), (200, 24), (1, 24)]),
+        ("prefill", {"n_tokens": 290, "n_batch": 3}, [(10, 24)]),
+        ("key_mass", {"n_tokens": 256, "n_batch": 3, "n_keys": 1025}, [(9, 24)]),
+        # a short chunk is decoded in splits
+        ("prefill", {"n_tokens": 32, "n_batch": 1}, [(1, 8, 4096 // prefill_triton.PREFILL_SPLIT), (128, 8)]),
+        # the list alone decides, and one chunk needs no merge
+        ("sparse", SEVERAL, [(5, 16, 1), (4, 16)]),
+        ("sparse", SEVERAL | {"n_batch": 32, "n_tokens": 4}, [(5, 256, 1), (16, 256)]),
+        ("sparse", {"n_listed": 4000, "width": 138}, [(9, 16, 1), (4, 16)]),
+        ("sparse", ONE_CHUNK, [(1, 16, 1)]),
+    ],
+)
+def test_a_program_is_launched_for_each_tile_and_head_and_split(
+    op: str, how: dict[str, Any], grids: list[tuple[int, ...]]
+) -> None:
+    assert [launch.grid for launch in attended(op, **how)] == grids
+
+
+@pytest.mark.parametrize(("arch", "family"), [(80, 80), (86, 80), (87, 80), (89, 80), (90, 90), (100, 90), (103, 90),
+                                              (110, 80), (120, 80), (121, 80)])  # fmt: skip
+def test_a_device_takes_the_tables_of_a_family_whose_shared_memory_it_has(arch: int, family: int) -> None:
+    assert triton_common.family(arch) == family
+    assert SM_SHARED.get(arch, 228 << 10) >= (228 << 10 if family == 90 else 100 << 10)
+
+
+@pytest.mark.parametrize("arch", [70, 75, "gfx942", "gfx90a"])
+def test_a_device_that_no_table_covers_is_refused_in_a_sentence(arch: int | str) -> None:
+    with pytest.raises(ValueError, match=f"compute capability 8.0 and later, not for {arch!r}"):
+        attended("decode", arch)
