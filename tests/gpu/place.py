@@ -70,7 +70,7 @@ class Place:
         n_keys = -(-(max(self.lengths) + n_tokens) // SPLIT) * SPLIT
         return [length + n_tokens - 1 for length in (*self.lengths, n_keys)], n_keys
 
-    def layer_of(self, case: dense.Entries) -> CacheLayer:
+    def layer_of(self, case: dense.Case) -> CacheLayer:
         """Its keys and values on the device."""
         return case.layer()._of(self.put(*case.layer().buffers))
 

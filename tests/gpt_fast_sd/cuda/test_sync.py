@@ -53,15 +53,8 @@ def test_a_draft_step_and_its_view_do_not_wait(rig: Rig, name: str) -> None:
     make, args = view.kv()
     assert waits(lambda: view.device_refresh(rig.state, CAPACITY)) == []
     assert waits(lambda: view.device_before_draft(rig.state, TO_CAPTURE)) == []
-    n_splits_carrier = span(cache, CAPACITY)
-    assert (
-        waits(
-            lambda: draft_step(
-                rig.model, token, token.clone(), cache.layers, n_splits_carrier, make, args, rig.state.bodies
-            )
-        )
-        == []
-    )
+    given = rig.model, token, token.clone(), cache.layers, span(cache, CAPACITY), make, args, rig.state.bodies
+    assert waits(lambda: draft_step(*given)) == []
     mass = torch.zeros(*cache.shape, CAPACITY // 64, device=cache.seq_len.device)
     assert waits(lambda: view.device_after_verify(rig.state, mass if view.wants_mass else None)) == []
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import CacheLayer, as_planes
-from tests.gpt_fast_sd.fast.references import attend_reference, layer_of, meant_by
+from tests.gpt_fast_sd.fast.references import attention, layer_of, meant_by, page_sums, seen_by
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT8 = torch.int8
@@ -27,22 +27,46 @@ NAN = float("nan")
 TOLERANCE = {FP32: 2e-6, FP16: 1.1 * 2.0**-10, BF16: 1.1 * 2.0**-7}
 
 
-class Entries:
-    """Keys and values [B, K, S, H] as a cache holds them: as they come, in int8 with scales, or in planes."""
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries [..., H] in int8, and the fp16 scale of each [...]."""
+    scale = (x.float().abs().amax(-1).clamp(min=1e-5) / 127).half()
+    return (x.float() / scale.float()[..., None]).round().clamp(-127, 127).to(INT8), scale
 
-    pos: Tensor
-    tail = 0  # of planes; with one they are read as by a draft
 
-    def hold(self, k: Tensor, v: Tensor, held: torch.dtype | None) -> None:
-        self.k, self.v = k, v
+class Case:
+    """Queries, keys and values of a batch whose rows end at `ends`; the T queries of a row are its last ones.
+
+    Queries may stand past the n_keys in view. What is past the last query that does not is NaN. A cache holds keys and
+    values as they come, in int8 with scales, or in planes; with a tail these are read as by a draft.
+    """
+
+    tail = 0
+
+    def __init__(
+        self, ends: Sequence[int], *, n_tokens: int = 1, group: int = 2, n_kv: int = 1, head_dim: int = 64,
+        n_keys: int = 192, spare: int = SPARE, dtype: torch.dtype = FP32, held: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        generator, n_rows = torch.Generator().manual_seed(seed), len(ends)
+        self.n_keys = n_keys
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        # as a model gives them: [B, T, N, H] transposed, one of several tensors in a row
+        self.q = normal(n_rows, n_tokens, n_kv * group + 3, head_dim)[:, :, 1:-2].transpose(1, 2)
+        # as a cache holds them: some slots of a larger buffer
+        self.k, self.v = (normal(n_rows + 2, n_kv, n_keys + spare, head_dim)[1:-1] for _ in range(2))
         self.k_scale: Tensor | None = None
         self.v_scale: Tensor | None = None
         self.low: tuple[Tensor | None, Tensor | None] = None, None
         if held in (INT8, PLANES):
-            (self.k, self.k_scale), (self.v, self.v_scale) = quantized(k), quantized(v)
+            (self.k, self.k_scale), (self.v, self.v_scale) = quantized(self.k), quantized(self.v)
             if held is PLANES:
                 (self.k, k_low), (self.v, v_low) = as_planes(self.k), as_planes(self.v)
                 self.low = k_low, v_low
+        self.pos = (torch.tensor(ends)[:, None] + torch.arange(1 - n_tokens, 1)).clamp(min=0)  # [B, T]
+        self.forget(NAN)
 
     def layer(self, rows: slice = slice(None)) -> CacheLayer:
         """That of some rows."""
@@ -60,38 +84,6 @@ class Entries:
         k, v = meant_by(self.layer(), self.pos)
         return k.float(), v.float()
 
-
-def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries [..., H] in int8, and the fp16 scale of each [...]."""
-    scale = (x.float().abs().amax(-1).clamp(min=1e-5) / 127).half()
-    return (x.float() / scale.float()[..., None]).round().clamp(-127, 127).to(INT8), scale
-
-
-class Case(Entries):
-    """Queries, keys and values of a batch whose rows end at `ends`; the T queries of a row are its last ones.
-
-    Queries may stand past the n_keys in view. What is past the last query that does not is NaN.
-    """
-
-    def __init__(
-        self, ends: Sequence[int], *, n_tokens: int = 1, group: int = 2, n_kv: int = 1, head_dim: int = 64,
-        n_keys: int = 192, spare: int = SPARE, dtype: torch.dtype = FP32, held: torch.dtype | None = None,
-        seed: int = 0,
-    ) -> None:  # fmt: skip
-        generator, n_rows = torch.Generator().manual_seed(seed), len(ends)
-        self.n_keys = n_keys
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
-
-        # as a model gives them: [B, T, N, H] transposed, one of several tensors in a row
-        self.q = normal(n_rows, n_tokens, n_kv * group + 3, head_dim)[:, :, 1:-2].transpose(1, 2)
-        # as a cache holds them: some slots of a larger buffer
-        k, v = (normal(n_rows + 2, n_kv, n_keys + spare, head_dim)[1:-1] for _ in range(2))
-        self.hold(k, v, held)
-        self.pos = (torch.tensor(ends)[:, None] + torch.arange(1 - n_tokens, 1)).clamp(min=0)  # [B, T]
-        self.forget(NAN)
-
     def forget(self, what: float) -> None:
         """Overwrite all that lies past the last key that a query of its row reads."""
         last = torch.where(self.pos < self.n_keys, self.pos, -1).amax(1)
@@ -99,35 +91,23 @@ class Case(Entries):
             for entries in self.spoilt:
                 entries[row, :, n:] = what
 
-    @property
-    def finite(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in view, zeros for what is no number."""
-        k, v = (x[:, :, : self.n_keys].nan_to_num(0.0) for x in self.meant)
-        return k, v
-
-    @property
-    def reads(self) -> Tensor:
-        """Which queries are not past the keys in view: [B, 1, T, 1]."""
-        return (self.pos < self.n_keys)[:, None, :, None]
+    def truth(self) -> tuple[Tensor, Tensor, Tensor]:
+        """fp64 attention to values and to |values| [B, N, T, 2H], weights [B, K, G, T, S] and lse [B, N, T]."""
+        k, v = (x[:, :, : self.n_keys] for x in self.meant)
+        return attention(self.q.double(), k, torch.cat([v, v.abs()], -1), seen_by(self.pos, self.n_keys))
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """fp64 attention [B, N, T, H], and what the same weights make of |v|."""
-        k, v = self.finite
-        exact, size = attend_reference(self.q, k, torch.cat([v, v.abs()], -1), self.pos).chunk(2, -1)
-        return torch.where(self.reads, exact, 0.0), torch.where(self.reads, size, 0.0)
+        exact, size = self.truth()[0].chunk(2, -1)
+        return exact, size
 
-    def scores(self) -> Tensor:
-        """fp64 [B, N, T, S], -inf where a query does not read."""
-        k = self.finite[0].double().repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)  # [B, N, S, H]
-        seen = (torch.arange(self.n_keys) <= self.pos[:, None, :, None]) & self.reads
-        return (self.q.double() @ k.mT * self.q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+    def lse(self) -> Tensor:
+        """fp32 [B, N, T], -inf where a query does not read."""
+        return self.truth()[2].float()
 
     def expected_mass(self, page: int) -> Tensor:
         """fp32 [B, K, S // page]: the softmax weights of all queries of a kv head, summed."""
-        weights = self.scores().softmax(-1).nan_to_num(0.0)  # a query that reads nothing has no weights
-        mass = weights.unflatten(1, (self.k.shape[1], -1)).sum((2, 3))  # [B, K, S]
-        n_pages = self.n_keys // page
-        return mass[..., : n_pages * page].unflatten(-1, (n_pages, page)).sum(-1).float()
+        return page_sums(self.truth()[1], page).float()
 
 
 def assert_close(got: Tensor, expected: tuple[Tensor, Tensor]) -> None:

@@ -121,7 +121,7 @@ def of_8b() -> Iterator[Any]:
             yield from (pytest.param(op, cap, n_rows, how, marks=marks) for cap in caps)
 
 
-@pytest.mark.parametrize(("op", "cap", "n_rows", "how"), of_8b())
+@pytest.mark.parametrize(("op", "cap", "n_rows", "how"), [*of_8b()])
 def test_the_kernels_of_an_8b_model_are_built_well(op: str, cap: int, n_rows: int, how: dict[str, Any]) -> None:
     assert_built_well(op, cap, n_rows, **how)
 
@@ -145,7 +145,7 @@ def entries() -> Iterator[Any]:
                 yield pytest.param(op, cap, n_rows, head_dim, dtype, held, tail, marks=marks)
 
 
-@pytest.mark.parametrize(("op", "cap", "n_rows", "head_dim", "dtype", "held", "tail"), entries())
+@pytest.mark.parametrize(("op", "cap", "n_rows", "head_dim", "dtype", "held", "tail"), [*entries()])
 def test_every_entry_of_the_tables_is_built_well(
     op: str, cap: int, n_rows: int, head_dim: int, dtype: torch.dtype, held: torch.dtype | None, tail: int
 ) -> None:

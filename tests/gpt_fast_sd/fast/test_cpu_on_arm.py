@@ -8,6 +8,7 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -36,8 +37,10 @@ from gpt_fast_sd.fast.cpu import prebuild as beforehand
 from gpt_fast_sd.fast.cpu import round as cpu_round
 from gpt_fast_sd.fast.cpu import sampling as cpu_sampling
 from gpt_fast_sd.sampling import SamplingTable, draw, probabilities
-from tests.gpt_fast_sd.fast.references import attend_reference
-from tests.gpt_fast_sd.fast.test_cpu_any import BF16, FP16, FP32, ROUNDING, noise, quantized
+from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32
+from tests.gpt_fast_sd.fast.test_cpu import Case
+from tests.gpt_fast_sd.fast.test_cpu_any import is_close, noise
+from tests.helpers import form_of
 
 COMPILER, EMULATOR, OWN_COMPILER = (shutil.which(name) for name in ("aarch64-linux-gnu-g++", "qemu-aarch64", "g++"))
 LEAST, WITH_DOTS = "-march=armv8-a", "-march=armv8.2-a+dotprod"  # the least CPU that has NEON; dot products of bytes
@@ -74,31 +77,21 @@ def run(built: Path, sizes: list[int], arrays: list[Tensor | None], kind: str = 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
 def test_attention_is_that_of_fp64(head_dim: int, tmp_path: Path) -> None:
     built = program(cpu.ANY, head_dim, tmp_path / "attend")
-    n_tokens, n_keys = 2, 2112
-    pos = torch.tensor([5, 2070])[:, None] + torch.arange(n_tokens)
-    for dtype in (FP32, FP16, BF16):
-        q = noise(2, 4, n_tokens, head_dim, seed=1).to(dtype)
-        wide = [noise(2, 2, n_keys, head_dim, seed=seed).to(dtype) for seed in (2, 3)]
-        for kind in (dtype, torch.int8):
-            scales: list[Tensor | None] = [None, None]
-            keys = wide
-            if kind == torch.int8:
-                keys, scales = map(list, zip(*map(quantized, wide), strict=True))  # type: ignore[assignment]
-            meant = [x if s is None else x.double() * s.double()[..., None] for x, s in zip(keys, scales, strict=True)]
-            exact, size = (attend_reference(q, meant[0], v, pos) for v in (meant[1], meant[1].abs()))
-            listed = torch.arange(n_keys).expand(2, 2, -1)
-            for index in (None, listed):
-                sizes = [
-                    q.numel() * q.element_size(), 0 if index is not None else 2 * 2 * n_keys // 16 * 4, 2, 2, 2,
-                    n_tokens, n_keys, n_keys, *q.stride()[:3], *keys[0].stride()[:2], *([2 * n_keys, n_keys]),
-                    0, cpu.DTYPES[dtype], cpu.DTYPES[kind],
-                ]  # fmt: skip
-                said = run(built, sizes, [q, *keys, *scales, None, None, pos, index])
-                got = torch.frombuffer(bytearray(said[: sizes[0]]), dtype=dtype).view(q.shape)
-                assert ((got.double() - exact).abs() <= 1.05 * ROUNDING[dtype] * size + 1e-6).all()
-                if index is None:
-                    mass = torch.frombuffer(bytearray(said[sizes[0] :]), dtype=FP32).view(2, 2, -1)
-                    torch.testing.assert_close(mass.sum(-1), torch.full((2, 2), 4.0), rtol=1e-5, atol=0.0)
+    for dtype, form in itertools.product((FP32, FP16, BF16), ("own", "int8")):
+        case = Case([6, 2071], form=form_of(dtype).name if form == "own" else form, dtype=dtype, n_tokens=2,
+                    head_dim=head_dim, n_keys=2112, whole=False)  # fmt: skip
+        q, layer, scales = case.q.contiguous(), case.layer(), (case.k_scale, case.v_scale)
+        of_scales = [0, 0] if scales[0] is None else scales[0].stride()[:2]
+        for index in (None, case.seen()):
+            sizes = [
+                q.nbytes, 0 if index is not None else 2 * 2 * 2112 // 16 * 4, 2, 2, 2, 2, 2112, 2112, *q.stride()[:3],
+                *layer.k.stride()[:2], *of_scales, 0, cpu.DTYPES[dtype], cpu.DTYPES[layer.k.dtype],
+            ]  # fmt: skip
+            said = run(built, sizes, [q, layer.k, layer.v, *scales, None, None, case.pos, index])
+            assert is_close(torch.frombuffer(bytearray(said[: sizes[0]]), dtype=dtype).view(q.shape), case)
+            if index is None:
+                mass = torch.frombuffer(bytearray(said[sizes[0] :]), dtype=FP32).view(2, 2, -1)
+                torch.testing.assert_close(mass.sum(-1), torch.full((2, 2), 4.0), rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize(

