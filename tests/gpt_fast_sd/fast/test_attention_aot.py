@@ -8,7 +8,8 @@ Shapes: B batch, T tokens in this call, S keys in view, G query heads per kv hea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,14 +17,19 @@ import torch
 
 pytest.importorskip("triton")
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt_fast_sd.fast import launches
 from gpt_fast_sd.fast.triton import common as triton_common
 from gpt_fast_sd.fast.triton import decode as decode_triton
+from gpt_fast_sd.fast.triton import int8, select
 from gpt_fast_sd.fast.triton import prefill as prefill_triton
 from gpt_fast_sd.fast.triton import sparse as sparse_triton
 from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32, INT8, PLANES
-from tests.gpt_fast_sd.fast.launching import FEW, MANY, OTHERS, attended
+from tests.gpt_fast_sd.fast.launching import FEW, MANY, OTHERS, attend, attended, bound, new
 from tests.gpuless.aot import RESERVE, SM_SHARED, Compiled, assert_fits, assert_lean, assert_occupancy
-from tests.gpuless.driver import Launch
+from tests.gpuless.driver import Launch, stand_in
 from tests.helpers import thinned
 
 ONE_CHUNK, SEVERAL = {"n_listed": 112, "width": 42}, {"n_listed": 448, "width": 74}
@@ -61,12 +67,12 @@ def assert_built_well(
     As many of its blocks as the table says fit on an SM.
     """
     group = 4 if op in MANY else 1
-    launches = attended(op, cap, n_tokens=n_rows // group, group=group, dtype=dtype, held=held, **shape)
-    first, kwargs, stack = launches[0].compiled, launches[0].kwargs, spilled(op, cap, dtype, held)
-    for built in (launch.compiled for launch in launches):
+    built_of = attended(op, cap, n_tokens=n_rows // group, group=group, dtype=dtype, held=held, **shape)
+    first, kwargs, stack = built_of[0].compiled, built_of[0].kwargs, spilled(op, cap, dtype, held)
+    for built in (launch.compiled for launch in built_of):
         assert built.stack <= stack, built
         (assert_fits if stack else assert_lean)(built, cap)
-    assert_occupancy(first, cap, per_sm(op, cap, launches[0], n_rows))
+    assert_occupancy(first, cap, per_sm(op, cap, built_of[0], n_rows))
     if dtype != FP32:
         widest = {90: "hgmma", 100: "utcmma"}.get(cap, "hmma") if kwargs["BLOCK_R"] >= 64 or op in MANY else "hmma"
         found = [kind for kind in ("hmma", "hgmma", "utcmma") if getattr(first, kind) > 0]
@@ -77,8 +83,8 @@ def assert_built_well(
     elif op != "sparse":
         assert first.ldgsts == first.sass.count("LDGSTS.E.BYPASS") == first.sass.count(".BYPASS.128") > 0
     else:
-        assert [launch.name for launch in launches] == ["chunk_kernel", "merge_kernel"][: len(launches)]
-        assert len(launches) == 1 + (shape["n_listed"] == SEVERAL["n_listed"])
+        assert [launch.name for launch in built_of] == ["chunk_kernel", "merge_kernel"][: len(built_of)]
+        assert len(built_of) == 1 + (shape["n_listed"] == SEVERAL["n_listed"])
         # all numbers of a block of keys and values, once in the loop and once for each block fetched ahead of it
         block = 2 * kwargs["BLOCK_N"] * kwargs["BLOCK_H"] * kwargs["p_k"].element_size()
         ahead = (kwargs["STAGES"] - 1) // 2
@@ -229,15 +235,15 @@ def test_no_length_and_no_number_of_rows_or_tokens_of_a_tile_builds_another_kern
     op: str, cap: int, how: dict[str, Any]
 ) -> None:
     """Of 1, not of 16, one more than before."""
-    launches = attended(op, cap, **how)
-    assert [launch.name for launch in launches] == KERNELS.get(op, [launch.name for launch in launches])
+    first = attended(op, cap, **how)
+    assert [launch.name for launch in first] == KERNELS.get(op, [launch.name for launch in first])
     tokens = [301] if op in MANY else [2, 3]
     changes = [*({"n_keys": n} for n in (1, 17, 4097, 8191)), *({"n_batch": n} for n in (1, 3))]
     changes += [{"n_tokens": n, "n_batch": n_batch} for n in tokens for n_batch in (2, 3)]
     changes += [{"n_listed": 400, "width": 121}, {"n_listed": 368, "width": 160}] if op == "sparse" else []
     for change in changes:
         again = attended(op, cap, **{**how, **change})
-        assert all(one.kernel is other.kernel for one, other in zip(again, launches, strict=True)), change
+        assert all(one.kernel is other.kernel for one, other in zip(again, first, strict=True)), change
 
 
 @pytest.mark.parametrize(
@@ -272,3 +278,96 @@ def test_a_device_takes_the_tables_of_a_family_whose_shared_memory_it_has(arch: 
 def test_a_device_that_no_table_covers_is_refused_in_a_sentence(arch: int | str) -> None:
     with pytest.raises(ValueError, match=f"compute capability 8.0 and later, not for {arch!r}"):
         attended("decode", arch)
+
+
+# ---- how many kernels an operator launches is what `launches` says --------------------------------------------------
+
+G, H = 4, 128
+NO_KERNEL = {"device", "empty", "empty_strided"}  # neither views nor kernels
+
+
+class Kernels(TorchDispatchMode):
+    """Names of torch's operations that are kernels of their own on a GPU: neither views nor allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in NO_KERNEL and not func.is_view:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def counted(call: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Kernels that a call launches, Triton's and torch's."""
+    with stand_in(90) as triton_launches, FakeTensorMode(), Kernels() as torch_kernels:
+        call(*args, **kwargs)
+    return len(triton_launches) + len(torch_kernels.names)
+
+
+BYTES: dict[str, dict[str, Any]] = {
+    "int8": {"held": INT8},
+    "planes": {"held": PLANES, "tail": 64},
+}  # the last as a draft reads it
+LONG, SHORT = {"n_rows": 65 * G}, {"n_rows": 64 * G}
+
+
+@pytest.mark.parametrize(
+    ("op", "how", "named", "sizes", "n"),
+    [
+        # attention of a step is split and merged, and mass is one kernel more
+        ("decode", {"n_tokens": 5}, "decode_attention", {}, 2),
+        ("mass", {"n_tokens": 5}, "decode_attention_with_mass", {}, 3),
+        # attention of a chunk is one kernel unless it is short
+        *((op, {"n_tokens": 65}, name, LONG, 1) for op, name in (("prefill", "prefill_attention"),
+                                                                 ("lse", "prefill_attention_with_lse"))),
+        ("prefill", {"n_tokens": 64}, "prefill_attention", SHORT, 2),
+        ("lse", {"n_tokens": 64}, "prefill_attention_with_lse", SHORT, 3),
+        # mass of a chunk is one kernel unless pages are longer than a block
+        *(("key_mass", {"n_tokens": 70, "page": page, "dtype": dtype}, "key_mass",
+           {"page": page, "itemsize": dtype.itemsize}, n)
+          for page, dtype, n in ((16, BF16, 1), (128, BF16, 1), (32, FP32, 1), (64, FP32, 2))),
+        # a sparse step is merged unless one program reads all its entries
+        *(("sparse", {"n_listed": listed, "width": 48}, "sparse_attention", {"n_entries": listed + 48}, n)
+          for listed, n in ((144, 1), (160, 2), (1024, 2), (4096, 2))),
+        # an int8 cache takes no kernel more
+        *((op, how | BYTES[form], name, sizes, n) for form in ("int8", "planes") for op, how, name, sizes, n in (
+            ("mass", {"n_tokens": 5}, "decode_attention_with_mass", {}, 3),
+            ("lse", {"n_tokens": 70}, "prefill_attention_with_lse", {"n_rows": 70 * G}, 1),
+            ("key_mass", {"n_tokens": 70, "page": 128}, "key_mass", {"page": 128, "itemsize": 1}, 1),
+            ("sparse", {"n_listed": 144, "width": 48}, "sparse_attention", {"n_entries": 192}, 1))),
+    ],
+)  # fmt: skip
+def test_attention_takes_as_many_kernels_as_is_said(
+    op: str, how: dict[str, Any], named: str, sizes: dict[str, int], n: int
+) -> None:
+    assert counted(attend, op, **how) == launches(named, **sizes) == n
+
+
+def test_selection_is_one_kernel_and_that_of_quest_three_and_a_product_with_int8_weights_one() -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "top_pages": lambda: select.top_pages(new(2, 8, 500, dtype=FP32), new(2, 1), 24),
+        "guided_select": lambda: select.guided_select(
+            new(32, 2, 8, 500, dtype=FP32), new(32, 2, 8, 384), new(2, dtype=torch.bool), new(2), 16
+        ),
+        "page_bounds": partial(bound, 2),
+        "quest_pages": lambda: select.quest_pages(
+            new(2, 1, 8 * G, H, dtype=BF16).transpose(1, 2), new(2, 8, 512, 2 * H, dtype=BF16), new(2), 24
+        ),
+        "int8_linear": lambda: int8.linear(
+            new(64, 4096, dtype=BF16),
+            new(4096, 4096, dtype=INT8),
+            new(4096, dtype=FP32),
+            new(4096, dtype=BF16),
+            arch=90,
+        ),
+    }
+    assert {op: counted(call) for op, call in calls.items()} == {op: launches(op) for op in calls}
+    assert launches("quest_pages") == 3 and launches("int8_linear") == 1
+
+
+def test_an_unknown_operator_has_no_number() -> None:
+    with pytest.raises(ValueError, match="no operator 'softmax'"):
+        launches("softmax")

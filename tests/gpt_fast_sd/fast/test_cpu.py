@@ -84,11 +84,18 @@ def forced(name: str) -> Iterator[None]:
 
 def forget() -> None:
     """What was found and built for the last instruction set."""
-    for found in (cpu_build.builds, cpu_build.is_built, cpu_build.library):
-        found.cache_clear()
+    found = cpu_build.builds, cpu_build.is_built, cpu_build.library, cpu_sets._best_or
     made = cpu.kernel_for, cpu_linear.kernel_for, cpu_layers.library_of_layers, cpu_round.kernels, cpu_sampling.kernel
-    for kernel in made:
-        kernel.cache_clear()
+    for function in (*found, *made):
+        function.cache_clear()
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """Whether kernels can be built is asked again, and again when the test is over."""
+    forget()
+    yield
+    forget()
 
 
 def needs_kernel(test: Callable[..., None]) -> Callable[..., None]:
@@ -151,15 +158,6 @@ class Case(dense.Case):
         """The same, without what no query of a row sees."""
         return torch.where(self.every() <= self.pos[:, -1:, None], self.every(), -1)
 
-    def weights(self, index: Tensor) -> Tensor:
-        """fp64 softmax over the listed entries that each query sees: [B, K, R, M], 0 where it sees none."""
-        k = picked(self.meant[0], index).double()  # [B, K, M, H]
-        rows = self.q.double().unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, K, R, H]
-        scores = rows @ k.mT * k.shape[-1] ** -0.5  # [B, K, R, M]
-        seen = (index[:, :, None] >= 0) & (index[:, :, None] <= self.pos[:, None, :, None])  # [B, K, T, M]
-        seen = seen.repeat(1, 1, rows.shape[2] // seen.shape[2], 1)
-        return scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
-
     def near(self, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """fp64 attention [B, N, T, H] to the listed entries, or to all, and how far roundings may be from it.
 
@@ -170,19 +168,17 @@ class Case(dense.Case):
         """
         index = self.every() if index is None else index
         index = F.pad(index, (0, -index.shape[-1] % TILE), value=-1)
-        weights, v = self.weights(index), picked(self.meant[1], index).double().nan_to_num(0.0)  # [B, K, M, H]
-        exact = weights @ v
+        k, v = (picked(x, index) for x in self.meant)  # [B, K, M, H]
+        seen = (index[:, :, None] >= 0) & (index[:, :, None] <= self.pos[:, None, :, None])  # [B, K, T, M]
+        out, weights, _ = references.attention(self.q.double(), k, torch.cat([v, v.abs()], -1), seen)
+        exact, size = out.chunk(2, -1)
         if self.v_scale is None:
-            off = (2.0**-7 + self.sharp * 2.0**-20) * (weights @ v.abs())
-        else:
-            shares = weights * picked(self.v_scale, index).double().nan_to_num(0.0)[:, :, None]  # [B, K, R, M]
-            by_tile = shares.unflatten(-1, (-1, TILE)).amax(-1) / 510  # [B, K, R, M / TILE]
-            numbers = picked(references.meant(self.v, None, self.low[1], self.pos, self.tail), index).double().abs()
-            sizes = numbers.masked_fill((index > self.pos.amax(1)[:, None, None])[..., None], 0.0)
-            off = by_tile @ sizes.unflatten(2, (-1, TILE)).sum(3) + 2.0**-8 * exact.abs()
-        shape = self.q.shape[1] // self.k.shape[1], self.q.shape[2]
-        exact, off = (x.unflatten(2, shape).flatten(1, 2) for x in (exact, off))
-        return exact, off
+            return exact, (2.0**-7 + self.sharp * 2.0**-20) * size
+        shares = weights * picked(self.v_scale, index).double().nan_to_num(0.0)[:, :, None, None]  # [B, K, G, T, M]
+        by_tile = shares.unflatten(-1, (-1, TILE)).amax(-1) / 510  # [B, K, G, T, M / TILE]
+        numbers = picked(references.meant(self.v, None, self.low[1], self.pos, self.tail), index).double().abs()
+        sizes = torch.where(seen.any(2)[..., None], numbers, 0.0).unflatten(2, (-1, TILE)).sum(3)  # [B, K, M / TILE, H]
+        return exact, (by_tile @ sizes[:, :, None]).flatten(1, 2) + 2.0**-8 * exact.abs()
 
 
 def picked(x: Tensor, index: Tensor) -> Tensor:
@@ -203,27 +199,18 @@ def listing(case: Case, n: int, run: int = 1) -> Tensor:
 
     Among them the row's own last entry, entries behind it and behind the cache, and -1s.
     """
-    rows = []
-    for end in case.pos[:, -1].tolist():
-        heads = []
-        for head in range(case.k.shape[1]):
-            generator = torch.Generator().manual_seed(head)
-            starts = [end, end + 1, case.k.shape[2] + 5, *torch.randperm(end + 1, generator=generator).tolist()]
-            seen: list[int] = []
-            taken: set[int] = set()
-            for start in starts:
-                if len(seen) + run <= n - n // 8:
-                    new = [entry for entry in range(start - run + 1, start + 1) if entry not in taken and entry >= 0]
-                    seen += [*new, *[-1] * (run - len(new))]
-                    taken |= {*new}
-            seen = seen or [end]
-            full = torch.tensor(seen + [-1] * (n - len(seen)))
-            whole = full[: n // run * run].view(-1, run)
-            heads.append(
-                torch.cat([whole[torch.randperm(len(whole), generator=generator)].flatten(), full[len(whole) * run :]])
-            )
-        rows.append(torch.stack(heads))
-    return torch.stack(rows)
+
+    def of_head(end: int, head: int) -> Tensor:
+        generator = torch.Generator().manual_seed(head)
+        before = torch.arange(end - run, -1, -run)
+        before = before[torch.randperm(len(before), generator=generator)]
+        lasts = torch.cat([torch.tensor([end, end + run, case.n_keys + 4 + run]), before])  # of each run
+        runs = (lasts[:, None] + torch.arange(1 - run, 1)).clamp(min=-1)[: max(1, (n - n // 8) // run)]
+        runs = F.pad(runs, (0, 0, 0, n // run - len(runs)), value=-1)
+        return F.pad(runs[torch.randperm(len(runs), generator=generator)].flatten(), (0, n % run), value=-1)
+
+    ends, n_kv = case.pos[:, -1].tolist(), case.k.shape[1]
+    return torch.stack([of_head(end, head) for end in ends for head in range(n_kv)]).view(len(ends), n_kv, n)
 
 
 def each_shape(*forms: str) -> Any:
@@ -566,25 +553,14 @@ def test_mass_is_the_attention_that_16_keys_received(form: str, group: int, head
         got, mass = case.attend_with_mass(n_keys)
         assert torch.equal(got, case.attend(n_keys))
         assert mass.dtype == torch.float32 and mass.shape == (3, 2, n_keys // PAGE)
-        p = case.weights(case.every()[..., :n_keys]).sum(2)  # [B, K, S]
+        case.n_keys = n_keys
         # fp32 scores, of bytes up to 50, and sums, an exp2 of 3e-6; weights are not rounded here
         rtol = 1e-5 if form == "bf16" else 4e-5
-        torch.testing.assert_close(mass.double(), p.unflatten(-1, (-1, PAGE)).sum(-1), rtol=rtol, atol=1e-6)
+        torch.testing.assert_close(mass, case.expected_mass(PAGE), rtol=rtol, atol=1e-6)
         torch.testing.assert_close(mass.sum(-1), torch.full((3, 2), float(group * n_tokens)), rtol=1e-5, atol=0)
 
 
 # ---- where it cannot be used ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def rebuilt() -> Iterator[None]:
-    """Ask again whether the kernel can be built, and again when the test is over."""
-    caches = (cpu_build.builds, cpu_build.library, cpu.kernel_for, cpu_sets._best_or)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 @needs_kernel
@@ -693,7 +669,7 @@ def test_over_bytes_compiled_steps_attend_by_it_and_give_what_the_core_does() ->
 
 @needs_kernel
 def test_a_compiler_that_does_not_know_the_instructions_is_not_an_error(
-    rebuilt: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked_anew: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, file in (("SOURCE", "attention_avx512.cpp"), ("ANY", "attention.cpp")):
         (source := tmp_path / file).write_text("#error no such instructions\n")
@@ -720,7 +696,7 @@ def test_one_core_builds_a_kernel_too(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=400)
 
 
-def test_without_a_compiler_the_caches_attend_all_the_same(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_caches_attend_all_the_same(asked_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -731,7 +707,7 @@ def test_without_a_compiler_the_caches_attend_all_the_same(rebuilt: None, monkey
     assert not cpu.available(64) and attends_as_the_core()
 
 
-def test_a_maker_decides_which_kernel_bf16_caches_get(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_maker_decides_which_kernel_bf16_caches_get(asked_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     bf16, others = torch.bfloat16, (FORMATS["int8"], FORMATS["planes"])
     monkeypatch.delenv(cpu_sets.VARIABLE, raising=False)
     monkeypatch.setattr(cpu, "builds", lambda *_: True)
@@ -749,7 +725,7 @@ def test_a_maker_decides_which_kernel_bf16_caches_get(rebuilt: None, monkeypatch
         )
 
 
-def test_a_cpu_without_avx512_gets_the_kernel_for_any(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_avx512_gets_the_kernel_for_any(asked_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.delenv(cpu_sets.VARIABLE, raising=False)
     assert cpu.source_for(64, torch.bfloat16) == cpu.ANY

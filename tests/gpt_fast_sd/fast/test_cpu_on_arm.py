@@ -20,16 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd import SamplingParams
-from gpt_fast_sd.fast import (  # fmt: skip
-    dequantize_blocks,
-    int4_by_sums,
-    int8_linear,
-    pack,
-    pack_int4,
-    quantize_blocks,
-    quantize_rows,
-    sets_of_this_kind,
-)
+from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
 from gpt_fast_sd.fast.cpu import build as cpu_build
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
@@ -54,7 +45,7 @@ def program(source: Path, head_dim: int, to: Path, kind: str = LEAST) -> Path:
     """The kernel with a program around it."""
     compiler = OWN_COMPILER if kind == HERE else COMPILER
     assert compiler
-    plain = next(iter(sets_of_this_kind().values()))
+    plain = next(iter(kernels.sets_of_this_kind().values()))
     named = {cpu_sampling.SOURCE: "#define SAMPLES\n", cpu_round.SOURCE: "#define DRAWS\n"}.get(source, "")
     code = named + cpu_build.text(source, head_dim, plain) + Path(__file__).with_name("on_arm.cpp").read_text()
     flags = *kind.split(), *(["-static"] if compiler == COMPILER else [])
@@ -100,9 +91,9 @@ def test_attention_is_that_of_fp64(head_dim: int, tmp_path: Path) -> None:
 def test_products_are_their_references(kind: str, tmp_path: Path) -> None:
     built, n_in, n_out = program(cpu_linear.ANY, 0, tmp_path / "multiply", kind), 576, 96
     weight, bias = (noise(n_out, n_in, seed=1) * 0.05).to(BF16), noise(n_out, seed=2).to(BF16)
-    integers, scale = quantize_rows(weight)
-    held = quantize_blocks(weight)
-    lanes, summed = pack_int4(held), pack_int4(held, by_sums=True)
+    integers, scale = kernels.quantize_rows(weight)
+    held = kernels.quantize_blocks(weight)
+    lanes, summed = kernels.pack_int4(held), kernels.pack_int4(held, by_sums=True)
 
     def product(x: Tensor, *weights: Tensor | None, gated: bool = False, by_sums: bool = False) -> Tensor:
         width = n_out // 2 if gated else n_out
@@ -111,17 +102,19 @@ def test_products_are_their_references(kind: str, tmp_path: Path) -> None:
 
     for n_rows in (1, 3, 8, 50):
         x = noise(n_rows, n_in, seed=n_rows).to(BF16)
-        got = product(x, pack(weight), None, None, bias)
+        got = product(x, kernels.pack(weight), None, None, bias)
         expected = F.linear(x.double(), weight.double(), bias.double())
         torch.testing.assert_close(got.double(), expected, rtol=2.0**-8, atol=1e-5)
-        assert product(x[-1:], pack(weight), None, None, bias).equal(got[-1:])
-        assert product(x, pack(integers), None, scale, bias).equal(int8_linear(x, integers, scale, bias))
-        unpacked = product(x, pack(dequantize_blocks(held, BF16)), None, None, bias)
+        assert product(x[-1:], kernels.pack(weight), None, None, bias).equal(got[-1:])
+        assert product(x, kernels.pack(integers), None, scale, bias).equal(
+            kernels.int8_linear(x, integers, scale, bias)
+        )
+        unpacked = product(x, kernels.pack(kernels.dequantize_blocks(held, BF16)), None, None, bias)
         assert product(x, lanes.numbers, lanes.blocks, held.power, bias).equal(unpacked)
         got = product(x, summed.numbers, summed.blocks, held.power, bias, by_sums=True)
-        assert got.equal(int4_by_sums(x, held, bias))
+        assert got.equal(kernels.int4_by_sums(x, held, bias))
         gate, up = F.linear(x.double(), weight.double()).unflatten(-1, (-1, 2)).unbind(-1)
-        got = product(x, pack(weight), None, None, None, gated=True)
+        got = product(x, kernels.pack(weight), None, None, None, gated=True)
         torch.testing.assert_close(got.double(), F.silu(gate) * up, rtol=2.0**-8, atol=1e-5)
 
 
@@ -149,7 +142,7 @@ def test_what_is_drawn_is_what_tensors_keep_and_draw(tmp_path: Path) -> None:
 def test_all_layers_of_a_step_compile(tmp_path: Path) -> None:
     """They are not run: they call the kernels above, which a program of the emulator would have to load."""
     assert COMPILER
-    plain = next(iter(sets_of_this_kind().values()))
+    plain = next(iter(kernels.sets_of_this_kind().values()))
     command = [COMPILER, *beforehand.FLAGS, "-Werror", "-Wall", "-fopenmp", "-march=armv8-a", "-x", "c++", "-c", "-"]
     code = cpu_build.text(cpu_linear.LAYERS, 0, plain)
     done = subprocess.run([*command, "-o", str(tmp_path / "layers.o")], input=code, text=True, capture_output=True)

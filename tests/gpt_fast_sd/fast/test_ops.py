@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +19,14 @@ from torch import Tensor
 
 from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.fast import cpu, ops
+from gpt_fast_sd.fast.ops import decode
 from gpt_fast_sd.fast.ops.layer import flat
 from gpt_fast_sd.model import FORMATS, as_planes
 from tests.gpt_fast_sd.fast.dense import quantized
 from tests.gpt_fast_sd.fast.references import layer_of  # and with it what operators run on a CPU
 
 B, T, S, N, K, H = 2, 3, 320, 4, 2, 64
+ROOT = Path(__file__).resolve().parents[3]
 
 for package in (ops, cpu):  # not of triton/, whose bodies need Triton
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -130,3 +135,49 @@ def test_an_operator_is_what_it_says(name: str) -> None:
     if name.startswith("cpu_") and not kernels.cpu_attention_fits(H, torch.bfloat16, FORMATS["bf16"]):
         pytest.skip("this CPU has no bf16 dot products, or there is no compiler")
     torch.library.opcheck(getattr(torch.ops.gpt_fast_sd, name.partition(" ")[0]).default, args)
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), [*((name, 6) for name in CASES if name.startswith(("decode", "prefill"))), ("key_mass", 7)]
+)
+def test_a_compiled_step_calls_them_with_any_number_of_keys_in_view(name: str, at: int) -> None:
+    """at: where it stands among the arguments."""
+    function, graphs = getattr(torch.ops.gpt_fast_sd, name.partition(" ")[0]).default, []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(n_splits_carrier: Tensor, *arguments: Any) -> Any:
+        return function(*arguments[:at], n_splits_carrier.shape[0] * 32, *arguments[at + 1 :])
+
+    arguments = CASES[name]()
+    for n in (6, 5, 7):
+        n_splits_carrier = torch.empty(n, 0)
+        torch._dynamo.mark_dynamic(n_splits_carrier, 0, min=2, max=8)
+        expected = function(*arguments[:at], n * 32, *arguments[at + 1 :])
+        torch.testing.assert_close(step(n_splits_carrier, *arguments), expected, rtol=0, atol=0)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(("capacity", "split"), [(1, 256), (4096, 256), (8192, 512), (8193, 1024), (131072, 2048)])
+def test_splits_are_sixteen_to_a_cache_but_neither_short_nor_long(capacity: int, split: int) -> None:
+    assert decode.split_for(capacity) == split
+
+
+def test_an_eager_engine_needs_no_triton_and_starts_neither_dynamo_nor_dtensor() -> None:
+    """The last two and what they import take longer to load than all else that an engine needs."""
+    code = """if True:
+        import sys
+        sys.modules["triton"] = None  # importing it fails
+        import torch
+        from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+        from tests.helpers import tiny_model
+        config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)
+        engine = Engine(tiny_model(), None, config, DraftConfig(policy="quest", budget=64, gamma=2))
+        assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.8))[0].tokens) == 4
+        print(*sorted({"torch._dynamo", "torch.distributed.tensor", "sympy"} & set(sys.modules)))
+    """
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == ""

@@ -1,11 +1,12 @@
-"""Selection and the search for the cut compiled for GPUs that are not there: no spills, tensor cores, nothing twice.
+"""Selection, filters and products compiled for GPUs that are not there: no spills, tensor cores, nothing built twice.
 
 Shapes: B slots or rows of scores, T tokens in this call, G query heads per kv head, H head dim, P pages, V vocabulary;
-        8 kv heads everywhere.
+        8 kv heads everywhere. Of a product M rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ import torch
 pytest.importorskip("triton")
 
 from gpt_fast_sd.fast.triton import filters as filters_triton
+from gpt_fast_sd.fast.triton import int8 as int8_triton
 from gpt_fast_sd.fast.triton import select as select_triton
 from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32, PLANES
 from tests.gpt_fast_sd.fast.launching import bound, launched, new
 from tests.gpuless.aot import assert_fits, assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch
+from tests.helpers import few
 
 LLAMA_3 = 128_256
 
@@ -91,7 +94,7 @@ def test_the_kernels_of_an_8b_model_are_built_well(cap: int) -> None:
         assert_lean(launch.compiled, cap)
 
 
-@pytest.mark.parametrize("cap", [100, *(pytest.param(cap, marks=pytest.mark.slow) for cap in (89, 120))])
+@pytest.mark.parametrize("cap", few([100, 89, 120], [100]))
 def test_they_are_built_well_for_devices_that_no_table_is_named_after(cap: int) -> None:
     assert_quest_is_built_well(cap)
 
@@ -110,7 +113,7 @@ def test_every_kernel_is_built_well(head_dim: int, dtype: torch.dtype, cap: int)
 
 
 @pytest.mark.parametrize("cap", [80, 90])
-@pytest.mark.parametrize("n_vocab", [LLAMA_3, pytest.param(151_936, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_vocab", few([LLAMA_3, 151_936], [LLAMA_3]))
 def test_the_search_for_the_cut_is_built_well(n_vocab: int, cap: int) -> None:
     launches = likeliest(cap, 16, n_vocab)
     for launch in {launch.kernel.name + str(launch.kwargs.get("WEIGHS")): launch for launch in launches}.values():
@@ -146,3 +149,70 @@ def test_a_step_of_the_search_is_one_launch_of_many_programs_per_row() -> None:
     assert {launch.grid for launch in launches[:-1]} == {(144, 32)} and launches[-1].grid == (144,)
     assert [launch.kwargs["i_step"] for launch in launches[:-1]] == list(range(16))
     assert [launch.kwargs["WEIGHS"] for launch in launches[:-1]] == [False] * 8 + [True] * 8
+
+
+# ---- products with int8 weights --------------------------------------------------------------------------------------
+
+WEIGHTS = [(4096, 4096), (14336, 4096), (4096, 28672)]  # (I, O): wo, w_out and w_in of an 8B model
+MOST_INSTRUCTIONS = 400  # of a warp, for 64 outputs x 128 inputs x 64 rows; 4 warps
+
+
+def product(
+    cap: int, n_rows: int, n_in: int = 4096, n_out: int = 4096, dtype: torch.dtype = BF16, biased: bool = False
+) -> Launch:
+    """The kernel that one call of the launcher builds and would launch."""
+
+    def call() -> None:
+        x, weight, scale = new(n_rows, n_in, dtype=dtype), new(n_out, n_in, dtype=torch.int8), new(n_out, dtype=FP32)
+        int8_triton.linear(x, weight, scale, new(n_out, dtype=dtype) if biased else None, arch=cap)
+
+    (launch,) = launched(cap, call)
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "cap"), few(itertools.product([1, 24, 64], [80, 90, 89, 100, 120]), [(1, 90), (24, 80), (64, 90)])
+)
+def test_the_kernel_is_built_well(n_rows: int, cap: int) -> None:
+    for n_in, n_out in WEIGHTS:
+        launch = product(cap, n_rows, n_in, n_out)
+        kernel, kwargs = launch.compiled, launch.kwargs
+        assert_lean(kernel, cap)
+        assert kernel.hmma + kernel.hgmma + kernel.utcmma > 0
+        assert kernel.count("I2F") == 0  # a conversion for each weight takes longer than reading it
+        # weights and rows of the steps that are fetched ahead, 16 bytes at once
+        block_n, block_k = kwargs["BLOCK_N"], kwargs["BLOCK_K"]
+        ahead = block_k * (block_n + 2 * kwargs["BLOCK_M"]) * (kwargs["STAGES"] - 1)
+        assert kernel.shared >= ahead
+        assert kernel.sass.count("LDGSTS.E.BYPASS.128") == kernel.ldgsts > 0
+        per_block = max(len(loop) for loop in kernel.loops) * 64 * 128 / (block_n * block_k)
+        assert cap == 100 or per_block <= MOST_INSTRUCTIONS * (1 if block_n == 64 else 1.25)
+
+
+@pytest.mark.parametrize("n_rows", [1, 24])
+def test_blocks_of_few_outputs_have_as_many_bytes_in_flight_as_the_others(n_rows: int) -> None:
+    """They are about one to an SM, which with 16 KiB would wait for memory longer than it reads; two fit."""
+    for n_out in (4096, 28672):
+        launch = product(90, n_rows, n_out=n_out)
+        block_n, block_k, stages = (launch.kwargs[name] for name in ("BLOCK_N", "BLOCK_K", "STAGES"))
+        assert block_n * block_k * (stages - 1) >= 32 << 10
+        assert_occupancy(launch.compiled, 90, 2)
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+def test_other_dtypes_and_biases_are_built_without_spills(dtype: torch.dtype) -> None:
+    kernel = product(80, 64, dtype=dtype, biased=True).compiled
+    assert kernel.stack == kernel.spills == 0
+    assert_fits(kernel, 80)
+
+
+@pytest.mark.parametrize("cap", [80, 90])
+def test_a_kernel_serves_every_number_of_rows_of_its_tile(cap: int) -> None:
+    for first, *others in ([16, 1, 5], [32, 17], [64, 33, 100, 256]):
+        kernel = product(cap, first).kernel
+        assert all(product(cap, n).kernel is kernel for n in others)
+
+
+def test_tiles_of_rows_are_neighbours_and_few_outputs_make_smaller_blocks() -> None:
+    assert product(90, 16).grid == (1, 128) and product(90, 100).grid == (2, 128)
+    assert product(90, 64, 4096, 28672).grid == (1, 448)

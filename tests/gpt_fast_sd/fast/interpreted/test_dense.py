@@ -18,17 +18,7 @@ from gpt_fast_sd.fast.ops import decode
 from gpt_fast_sd.fast.triton import decode as decode_triton
 from gpt_fast_sd.fast.triton import prefill as prefill_triton
 from tests.gpt_fast_sd.fast import dense, references
-from tests.gpt_fast_sd.fast.dense import (  # fmt: skip
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    INT8,
-    PLANES,
-    TAIL,
-    TOLERANCE,
-    assert_close,
-)
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, INT8, PLANES, TAIL, TOLERANCE, assert_close
 from tests.helpers import few, thinned
 
 SPLIT = 64
