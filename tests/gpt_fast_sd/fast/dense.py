@@ -5,8 +5,11 @@ Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,7 +20,7 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT8 = torch.int8
 PLANES = torch.uint8  # int8 in two planes of nibbles
 TAIL = 20  # entries that a draft reads whole
-DTYPES = (FP32, FP16, BF16)
+DTYPES = [FP32, FP16, BF16]
 
 SPARE = 64  # entries of the cache that are never in view, if nothing else is said
 NAN = float("nan")
@@ -40,15 +43,13 @@ class Case:
     values as they come, in int8 with scales, or in planes; with a tail these are read as by a draft.
     """
 
-    tail = 0
-
     def __init__(
         self, ends: Sequence[int], *, n_tokens: int = 1, group: int = 2, n_kv: int = 1, head_dim: int = 64,
         n_keys: int = 192, spare: int = SPARE, dtype: torch.dtype = FP32, held: torch.dtype | None = None,
-        seed: int = 0,
+        tail: int = 0, seed: int = 0,
     ) -> None:  # fmt: skip
         generator, n_rows = torch.Generator().manual_seed(seed), len(ends)
-        self.n_keys = n_keys
+        self.n_keys, self.tail = n_keys, tail
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
@@ -108,6 +109,22 @@ class Case:
     def expected_mass(self, page: int) -> Tensor:
         """fp32 [B, K, S // page]: the softmax weights of all queries of a kv head, summed."""
         return page_sums(self.truth()[1], page).float()
+
+
+def each(*what: object, **shape: Any) -> Iterator[Any]:
+    """Parameters `what`, and a shape for each pair of values of those that are lists, at most two.
+
+    The ordinary run has each value of both, the slow one all pairs. "group n_tokens" has tuples for values.
+    """
+    varied = {names: values for names, values in shape.items() if isinstance(values, list)}
+    first, second = [*varied.values(), [None], [None]][:2]
+    same = {name: value for name, value in shape.items() if name not in varied}
+    for (i, a), (j, b) in itertools.product(enumerate(first), enumerate(second)):
+        own = dict(same)
+        for names, value in zip(varied, (a, b), strict=False):
+            own.update(zip(names.split(), value if " " in names else (value,), strict=True))
+        marks = () if i % len(second) == j % len(first) else pytest.mark.slow
+        yield pytest.param(*what, own, marks=marks)
 
 
 def assert_close(got: Tensor, expected: tuple[Tensor, Tensor]) -> None:

@@ -26,7 +26,8 @@ class Case(dense.Case):
     def __init__(
         self, windows: Sequence[int], ends: Sequence[int], *, page: int = 16, n_listed: int = 128, width: int = 40,
         n_tokens: int = 1, group: int = 2, n_kv: int = 2, head_dim: int = 64, n_keys: int = 320,
-        dtype: torch.dtype = FP32, held: torch.dtype | None = None, list_dtype: torch.dtype = torch.int64,
+        dtype: torch.dtype = FP32, held: torch.dtype | None = None, tail: int = 0,
+        list_dtype: torch.dtype = torch.int64,
     ) -> None:  # fmt: skip
         self.window_start, self.page, self.width = torch.tensor(windows), page, width
         generator, n_rows = torch.Generator().manual_seed(0), len(windows)
@@ -39,8 +40,9 @@ class Case(dense.Case):
         entries = runs[..., None] * page + torch.arange(page)
         self.kv_indices = torch.where(runs[..., None] >= 0, entries, -1).flatten(-2).to(list_dtype)  # [B, K, C]
         super().__init__(
-            ends, n_tokens=n_tokens, group=group, n_kv=n_kv, head_dim=head_dim, n_keys=n_keys, dtype=dtype, held=held
-        )
+            ends, n_tokens=n_tokens, group=group, n_kv=n_kv, head_dim=head_dim, n_keys=n_keys, dtype=dtype, held=held,
+            tail=tail,
+        )  # fmt: skip
 
     def forget(self, what: float) -> None:
         """Overwrite what nobody reads."""

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens in this call, S keys in view, G query heads per kv hea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -94,60 +94,34 @@ def assert_built_well(
         assert first.shared >= block * ahead
 
 
-# operator, query rows of a kv head, what else; for which devices in the ordinary run, and in the slow one
-OF_8B: list[tuple[str, int, dict[str, Any], Sequence[int], Sequence[int]]] = [
-    ("decode", 16, {}, [80], [90]),
-    ("mass", 32, {}, [90], [80]),
-    ("decode", 64, {}, [80], [90]),
-    ("mass", 64, {}, [100], [89, 120]),
-    *((op, 16, {"held": INT8}, [cap], []) for op, cap in (("decode", 80), ("mass", 90))),
-    *((op, 64, {"held": INT8}, [cap], []) for op, cap in (("mass", 80), ("decode", 90))),
-    ("prefill", 1024, {}, [], [89, 100]),
-    ("lse", 1024, {}, [80, 90], []),
-    ("key_mass", 1024, {}, [80, 90, 120], []),
-    *((op, 1024, {"held": INT8}, [80, 90], []) for op in ("lse", "key_mass")),
-    ("sparse", 4, SEVERAL, [80], [90]),
-    ("sparse", 4, SEVERAL | {"page": 1}, [90], [80]),
-    ("sparse", 20, ONE_CHUNK, [80], [90]),
-    ("sparse", 4, ONE_CHUNK, [100], [89, 120]),
-    ("sparse", 4, SEVERAL | {"held": INT8}, [80, 90], []),
-    ("decode", 4, {"held": PLANES}, [80, 90], []),
-    ("decode", 4, {"held": PLANES, "tail": TAIL}, [], [80, 90]),
-    ("sparse", 4, SEVERAL | {"held": PLANES}, [90], [80]),
-    ("sparse", 4, SEVERAL | {"held": PLANES, "tail": TAIL}, [80], [90]),
-    ("mass", 20, {"held": PLANES, "tail": TAIL}, [90], []),
-    ("prefill", 1024, {"held": PLANES, "tail": TAIL}, [90], []),
-    ("key_mass", 1024, {"held": PLANES}, [90], []),
-]  # fmt: skip
-
-
-def of_8b() -> Iterator[Any]:
-    for op, n_rows, how, often, seldom in OF_8B:
-        for caps, marks in ((often, ()), (seldom, (pytest.mark.slow,))):
-            yield from (pytest.param(op, cap, n_rows, how, marks=marks) for cap in caps)
-
-
-@pytest.mark.parametrize(("op", "cap", "n_rows", "how"), [*of_8b()])
-def test_the_kernels_of_an_8b_model_are_built_well(op: str, cap: int, n_rows: int, how: dict[str, Any]) -> None:
-    assert_built_well(op, cap, n_rows, **how)
-
-
 SHAPES = [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP16), (64, FP32), (128, FP32), (256, FP32)]
 OF_SPARSE = [(64, FP16), (96, FP16), (256, FP16), (96, FP32)]
 CACHES = [(None, 0, [80, 90, *OTHERS]), (INT8, 0, [80, 90]), (PLANES, 0, [80, 89, 90]), (PLANES, TAIL, [80, 89, 90])]
+# what the ordinary run builds, of 128 dims in bf16: operator, device, query rows of a kv head, what a cache holds, tail
+OFTEN = {
+    *(("decode", 80, n_rows, None, 0) for n_rows in (16, 64)), ("mass", 100, 64, None, 0),
+    ("decode", 80, 16, INT8, 0), ("decode", 90, 64, INT8, 0), ("mass", 80, 64, INT8, 0), ("mass", 90, 16, INT8, 0),
+    *(("decode", cap, 16, PLANES, 0) for cap in (80, 90)), ("mass", 90, 32, PLANES, TAIL),
+    ("key_mass", 120, 1024, None, 0), *((op, cap, 1024, INT8, 0) for op in ("lse", "key_mass") for cap in (80, 90)),
+    ("prefill", 90, 1024, PLANES, TAIL), ("key_mass", 90, 1024, PLANES, 0),
+    *(("sparse", cap, 4, None, 0) for cap in (80, 100)), *(("sparse", cap, 4, INT8, 0) for cap in (80, 90)),
+    ("sparse", 90, 4, PLANES, 0), ("sparse", 80, 4, PLANES, TAIL),
+}  # fmt: skip
 
 
 def entries() -> Iterator[Any]:
-    """Every entry of the tables; those that models have often in the ordinary run."""
+    """Every entry of the tables, most of them in the slow run."""
     for op, (held, tail, caps) in itertools.product((*FEW, *MANY, "sparse"), CACHES):
         shapes = SHAPES[:3] if held else SHAPES + OF_SPARSE * (op == "sparse")
         for (head_dim, dtype), cap in itertools.product(shapes, caps):
-            often = held is None and dtype == BF16 and head_dim in (64, 128) and op != "decode"
-            often = often and (cap == 90 or (cap == 80 and op in MANY))
             size, block_h = 1 if held else dtype.itemsize, {96: 128}.get(head_dim, head_dim)
             tiles = decode_triton.CONFIGS[triton_common.family(cap), size, block_h][1]
             for n_rows in tiles if op in FEW else (1024,) if op in MANY else (4, 32, 136):
-                marks = () if often and (op != "sparse" or n_rows == 32) else pytest.mark.slow
+                often = head_dim == 128 and (op, cap, n_rows, held, tail) in OFTEN
+                if held is None and head_dim in (64, 128):
+                    often = often or (op in MANY and cap in (80, 90)) or (op == "mass" and cap == 90)
+                    often = often or (op == "sparse" and cap == 90 and n_rows == 32)
+                marks = () if often and dtype == BF16 else pytest.mark.slow
                 yield pytest.param(op, cap, n_rows, head_dim, dtype, held, tail, marks=marks)
 
 
@@ -307,43 +281,38 @@ def counted(call: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     return len(triton_launches) + len(torch_kernels.names)
 
 
-BYTES: dict[str, dict[str, Any]] = {
-    "int8": {"held": INT8},
-    "planes": {"held": PLANES, "tail": 64},
-}  # the last as a draft reads it
-LONG, SHORT = {"n_rows": 65 * G}, {"n_rows": 64 * G}
+BYTES = [{"held": INT8}, {"held": PLANES, "tail": TAIL}]  # the latter as a draft reads it
+NAMES = {"decode": "decode_attention", "mass": "decode_attention_with_mass", "prefill": "prefill_attention",
+         "lse": "prefill_attention_with_lse", "key_mass": "key_mass", "sparse": "sparse_attention"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("op", "how", "named", "sizes", "n"),
+    ("op", "how", "sizes", "n"),
     [
         # attention of a step is split and merged, and mass is one kernel more
-        ("decode", {"n_tokens": 5}, "decode_attention", {}, 2),
-        ("mass", {"n_tokens": 5}, "decode_attention_with_mass", {}, 3),
+        ("decode", {"n_tokens": 5}, {}, 2),
+        ("mass", {"n_tokens": 5}, {}, 3),
         # attention of a chunk is one kernel unless it is short
-        *((op, {"n_tokens": 65}, name, LONG, 1) for op, name in (("prefill", "prefill_attention"),
-                                                                 ("lse", "prefill_attention_with_lse"))),
-        ("prefill", {"n_tokens": 64}, "prefill_attention", SHORT, 2),
-        ("lse", {"n_tokens": 64}, "prefill_attention_with_lse", SHORT, 3),
+        *((op, {"n_tokens": 65}, {"n_rows": 65 * G}, 1) for op in ("prefill", "lse")),
+        *((op, {"n_tokens": 64}, {"n_rows": 64 * G}, n) for op, n in (("prefill", 2), ("lse", 3))),
         # mass of a chunk is one kernel unless pages are longer than a block
-        *(("key_mass", {"n_tokens": 70, "page": page, "dtype": dtype}, "key_mass",
-           {"page": page, "itemsize": dtype.itemsize}, n)
+        *(("key_mass", {"n_tokens": 70, "page": page, "dtype": dtype}, {"page": page, "itemsize": dtype.itemsize}, n)
           for page, dtype, n in ((16, BF16, 1), (128, BF16, 1), (32, FP32, 1), (64, FP32, 2))),
         # a sparse step is merged unless one program reads all its entries
-        *(("sparse", {"n_listed": listed, "width": 48}, "sparse_attention", {"n_entries": listed + 48}, n)
+        *(("sparse", {"n_listed": listed, "width": 48}, {"n_entries": listed + 48}, n)
           for listed, n in ((144, 1), (160, 2), (1024, 2), (4096, 2))),
         # an int8 cache takes no kernel more
-        *((op, how | BYTES[form], name, sizes, n) for form in ("int8", "planes") for op, how, name, sizes, n in (
-            ("mass", {"n_tokens": 5}, "decode_attention_with_mass", {}, 3),
-            ("lse", {"n_tokens": 70}, "prefill_attention_with_lse", {"n_rows": 70 * G}, 1),
-            ("key_mass", {"n_tokens": 70, "page": 128}, "key_mass", {"page": 128, "itemsize": 1}, 1),
-            ("sparse", {"n_listed": 144, "width": 48}, "sparse_attention", {"n_entries": 192}, 1))),
+        *((op, how | held, sizes, n) for held in BYTES for op, how, sizes, n in (
+            ("mass", {"n_tokens": 5}, {}, 3),
+            ("lse", {"n_tokens": 70}, {"n_rows": 70 * G}, 1),
+            ("key_mass", {"n_tokens": 70, "page": 128}, {"page": 128, "itemsize": 1}, 1),
+            ("sparse", {"n_listed": 144, "width": 48}, {"n_entries": 192}, 1))),
     ],
 )  # fmt: skip
 def test_attention_takes_as_many_kernels_as_is_said(
-    op: str, how: dict[str, Any], named: str, sizes: dict[str, int], n: int
+    op: str, how: dict[str, Any], sizes: dict[str, int], n: int
 ) -> None:
-    assert counted(attend, op, **how) == launches(named, **sizes) == n
+    assert counted(attend, op, **how) == launches(NAMES[op], **sizes) == n
 
 
 def test_selection_is_one_kernel_and_that_of_quest_three_and_a_product_with_int8_weights_one() -> None:

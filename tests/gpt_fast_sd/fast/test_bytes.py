@@ -37,9 +37,9 @@ class Case(dense.Case):
     ) -> None:  # fmt: skip
         super().__init__(
             [300, 511, 700], n_tokens=n_tokens, group=group, n_kv=K, head_dim=head_dim, n_keys=N_KEYS,
-            spare=S - N_KEYS, dtype=dtype, held=INT8 if form == "int8" else PLANES, seed=n_tokens + group + head_dim,
+            spare=S - N_KEYS, dtype=dtype, held=INT8 if form == "int8" else PLANES,
+            tail=tail if form == "draft" else 0, seed=n_tokens + group + head_dim,
         )  # fmt: skip
-        self.tail = tail if form == "draft" else 0
         generator = torch.Generator().manual_seed(0)
         for scale in self.scales:
             scale.mul_((torch.randn(scale.shape, generator=generator) * 0.5).exp())

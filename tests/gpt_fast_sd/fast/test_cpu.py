@@ -121,9 +121,10 @@ class Case(dense.Case):
         held = {"int8": dense.INT8, "planes": dense.PLANES, "draft": dense.PLANES}.get(kind)
         super().__init__(
             ends, n_tokens=n_tokens, group=group, n_kv=n_kv, head_dim=head_dim, n_keys=n_keys or max(ends) + 1,
-            spare=0, dtype=dtype or (BF16 if held else FORMATS[kind].dtype), held=held, seed=seed,
+            spare=0, dtype=dtype or (BF16 if held else FORMATS[kind].dtype), held=held,
+            tail=tail if kind == "draft" else 0, seed=seed,
         )  # fmt: skip
-        self.tail, self.fine, self.sharp = tail if kind == "draft" else 0, bool(fine), sharp
+        self.fine, self.sharp = bool(fine), sharp
         if held and whole:
             self.q.mul_(40).round_().clamp_(-127, 127)
             self.q[..., seed % head_dim] = -127.0

@@ -12,7 +12,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -149,38 +149,46 @@ def test_scales_that_fp16_holds_below_its_normal_numbers_count_where_such_number
         torch.set_flush_denormal(False)
 
 
+def check_products(product: Callable[..., Tensor], n_in: int, rows: Sequence[int], *, fused: bool = True) -> None:
+    """product(x, numbers, blocks, scales, bias, gated=, by_sums=) of every kind of weight is its reference.
+
+    fused: products are not rounded before they are added.
+    """
+    weight, bias = (noise(96, n_in, seed=1) * 0.05).to(BF16), noise(96, seed=9).to(BF16)
+    integers, scale = quantize_rows(weight)
+    held = quantize_blocks(weight)
+    lanes, summed = cpu_linear.pack_int4(held), cpu_linear.pack_int4(held, by_sums=True)
+    own, of_integers, unpacked = map(cpu_linear.pack, (weight, integers, dequantize_blocks(held, BF16)))
+    for n_rows in rows:
+        x = noise(n_rows, n_in, seed=n_rows).to(BF16)
+        got = product(x, own, None, None, bias)
+        expected = F.linear(x.double(), weight.double(), bias.double())
+        torch.testing.assert_close(got.double(), expected, rtol=2.0**-8, atol=1e-5)
+        assert torch.cat([product(row, own, None, None, bias) for row in x.split(1)]).equal(got)
+        assert product(x, of_integers, None, scale, bias).equal(int8_linear(x, integers, scale, bias))
+        got = product(x, lanes.numbers, lanes.blocks, held.power, bias)
+        assert got.equal(product(x, unpacked, None, None, bias))
+        got = product(x, summed.numbers, summed.blocks, held.power, bias, by_sums=True)
+        near = {"rtol": 0.0, "atol": 0.0} if fused else {"rtol": 2.0**-7, "atol": 1e-5}
+        torch.testing.assert_close(got, int4_by_sums(x, held, bias), **near)
+        gate, up = F.linear(x.double(), weight.double()).unflatten(-1, (-1, 2)).unbind(-1)
+        gated = product(x, own, None, None, None, gated=True)
+        torch.testing.assert_close(gated.double(), F.silu(gate) * up, rtol=2.0**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("n_in", [64, 576])
 def test_products_of_every_kind_of_weight_are_their_references_for_any_number_of_rows(
     instructions: str, n_in: int
 ) -> None:
-    n_out, bias = 96, noise(96, seed=9).to(BF16)
-    weight = (noise(n_out, n_in, seed=1) * 0.05).to(BF16)
-    integers, scale = quantize_rows(weight)
-    held = quantize_blocks(weight)
-    lanes, summed = cpu_linear.pack_int4(held), cpu_linear.pack_int4(held, by_sums=True)
-    unpacked = dequantize_blocks(held, BF16)
-    for n_rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 31, 49, 130):
-        x = noise(n_rows, n_in, seed=n_rows).to(BF16)
-        got = cpu_linear.packed_linear(x, cpu_linear.pack(weight), bias)
-        expected = F.linear(x.double(), weight.double(), bias.double())
-        torch.testing.assert_close(got.double(), expected, rtol=2.0**-8, atol=1e-5)
-        alone = torch.cat([cpu_linear.packed_linear(row, cpu_linear.pack(weight), bias) for row in x.split(1)])
-        assert alone.equal(got)
-        got = cpu_linear.packed_linear(x, cpu_linear.pack(integers), bias, scale)
-        assert got.equal(int8_linear(x, integers, scale, bias))
-        got = cpu_linear.packed_linear(x, lanes.numbers, bias, held.power, lanes.blocks)
-        assert got.equal(cpu_linear.packed_linear(x, cpu_linear.pack(unpacked), bias))
-        got, reference = (
-            cpu_linear.packed_linear(x, summed.numbers, bias, held.power, summed.blocks, by_sums=True),
-            int4_by_sums(x, held, bias),
-        )
-        if instructions == "plain":  # which rounds products before it adds them
-            torch.testing.assert_close(got.float(), reference.float(), rtol=2.0**-7, atol=1e-5)
-        else:
-            assert got.equal(reference)
-        gate, up = F.linear(x.double(), weight.double()).unflatten(-1, (-1, 2)).unbind(-1)
-        gated = cpu_linear.packed_swiglu(x, cpu_linear.pack(weight))
-        torch.testing.assert_close(gated.double(), F.silu(gate) * up, rtol=2.0**-8, atol=1e-5)
+    def product(
+        x: Tensor, numbers: Tensor, blocks: Tensor | None, scales: Tensor | None, bias: Tensor | None,
+        gated: bool = False, by_sums: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if gated:
+            return cpu_linear.packed_swiglu(x, numbers)
+        return cpu_linear.packed_linear(x, numbers, bias, scales, blocks, by_sums=by_sums)
+
+    check_products(product, n_in, (1, 2, 3, 4, 5, 6, 7, 12, 13, 31, 49, 130), fused=instructions != "plain")
 
 
 def test_gates_of_any_size_are_taken(instructions: str) -> None:

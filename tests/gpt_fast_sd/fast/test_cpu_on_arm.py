@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd import SamplingParams
@@ -30,7 +29,7 @@ from gpt_fast_sd.fast.cpu import sampling as cpu_sampling
 from gpt_fast_sd.sampling import SamplingTable, draw, probabilities
 from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32
 from tests.gpt_fast_sd.fast.test_cpu import Case
-from tests.gpt_fast_sd.fast.test_cpu_any import is_close, noise
+from tests.gpt_fast_sd.fast.test_cpu_any import check_products, is_close, noise
 from tests.helpers import form_of
 
 COMPILER, EMULATOR, OWN_COMPILER = (shutil.which(name) for name in ("aarch64-linux-gnu-g++", "qemu-aarch64", "g++"))
@@ -90,32 +89,13 @@ def test_attention_is_that_of_fp64(head_dim: int, tmp_path: Path) -> None:
 )
 def test_products_are_their_references(kind: str, tmp_path: Path) -> None:
     built, n_in, n_out = program(cpu_linear.ANY, 0, tmp_path / "multiply", kind), 576, 96
-    weight, bias = (noise(n_out, n_in, seed=1) * 0.05).to(BF16), noise(n_out, seed=2).to(BF16)
-    integers, scale = kernels.quantize_rows(weight)
-    held = kernels.quantize_blocks(weight)
-    lanes, summed = kernels.pack_int4(held), kernels.pack_int4(held, by_sums=True)
 
     def product(x: Tensor, *weights: Tensor | None, gated: bool = False, by_sums: bool = False) -> Tensor:
         width = n_out // 2 if gated else n_out
         sizes = [2 * len(x) * width, 0, len(x), n_in, n_out, n_in, gated, by_sums]
         return torch.frombuffer(bytearray(run(built, sizes, [x, *weights], kind)), dtype=BF16).view(len(x), width)
 
-    for n_rows in (1, 3, 8, 50):
-        x = noise(n_rows, n_in, seed=n_rows).to(BF16)
-        got = product(x, kernels.pack(weight), None, None, bias)
-        expected = F.linear(x.double(), weight.double(), bias.double())
-        torch.testing.assert_close(got.double(), expected, rtol=2.0**-8, atol=1e-5)
-        assert product(x[-1:], kernels.pack(weight), None, None, bias).equal(got[-1:])
-        assert product(x, kernels.pack(integers), None, scale, bias).equal(
-            kernels.int8_linear(x, integers, scale, bias)
-        )
-        unpacked = product(x, kernels.pack(kernels.dequantize_blocks(held, BF16)), None, None, bias)
-        assert product(x, lanes.numbers, lanes.blocks, held.power, bias).equal(unpacked)
-        got = product(x, summed.numbers, summed.blocks, held.power, bias, by_sums=True)
-        assert got.equal(kernels.int4_by_sums(x, held, bias))
-        gate, up = F.linear(x.double(), weight.double()).unflatten(-1, (-1, 2)).unbind(-1)
-        got = product(x, kernels.pack(weight), None, None, None, gated=True)
-        torch.testing.assert_close(got.double(), F.silu(gate) * up, rtol=2.0**-8, atol=1e-5)
+    check_products(product, n_in, (1, 3, 8, 50))
 
 
 @pytest.mark.slow

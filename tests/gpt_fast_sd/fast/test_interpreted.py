@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
+WITH_SLOW_CASES = [file for file in FILES if re.search(r"\bslow\b|(few|thinned|each)\(", file.read_text("utf-8"))]
 ON_A_CHIP = ROOT / "tests/gpu/test_kernels.py"  # whose kernels run their own bodies here
 
 
@@ -32,47 +33,42 @@ def why_not() -> str | None:
 needs_interpreter = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
-def run_interpreted(files: Sequence[Path], markers: str) -> None:
-    """pytest with TRITON_INTERPRET=1 on the tests of these files that have these markers: some of each file pass.
+def run_interpreted(files: Sequence[Path], markers: str) -> tuple[list[str], str]:
+    """pytest with TRITON_INTERPRET=1 on the tests of these files that have these markers -> what failed, what was said.
 
-    None fails or is skipped. One process runs all files: to start it takes seconds.
+    A file is right if some of its tests pass, and none fails or is skipped. One process runs all files: to start it
+    takes seconds.
     """
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", markers]
     run = subprocess.run(
         [*command, *map(str, files)], env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True,
         text=True,
     )  # fmt: skip
-    passed = {*re.findall(r"(\w+\.py)::\S.* PASSED", run.stdout)}
-    assert run.returncode == 0 and " SKIPPED" not in run.stdout, run.stdout + run.stderr
-    assert passed == {file.name for file in files}, run.stdout
+    outcomes = re.findall(r"(\w+)\.py(?:::.*)? (PASSED|FAILED|ERROR|SKIPPED)", run.stdout)
+    passed, others = ({file for file, what in outcomes if (what == "PASSED") == wanted} for wanted in (True, False))
+    return [file.stem for file in files if file.stem not in passed - others], run.stdout + run.stderr
 
 
+def test_a_file_whose_tests_do_not_pass_is_not_a_success(tmp_path: Path) -> None:
+    bodies = {"passed": "pass", "failed": "assert False", "skipped": "import pytest; pytest.skip('no kernel')"}
+    files = [tmp_path / f"test_{name}.py" for name in [*bodies, "nothing"]]
+    for file, body in zip(files, bodies.values(), strict=False):
+        file.write_text(f"def test_body():\n    {body}\n", encoding="utf-8")
+    files[-1].touch()
+    found, said = run_interpreted(files, "not slow")
+    assert found == ["test_failed", "test_skipped", "test_nothing"]
+    assert "assert False" in said and "no kernel" in said
+
+
+@needs_interpreter
 @pytest.mark.parametrize(
-    ("body", "said"),
-    [("assert False", "assert False"), ("import pytest; pytest.skip('no kernel')", "no kernel"), ("", "1 passed")],
+    ("files", "markers"),
+    [
+        pytest.param(FILES, "not slow", id="all"),
+        pytest.param(WITH_SLOW_CASES, "slow", marks=pytest.mark.slow, id="slow"),
+        pytest.param([ON_A_CHIP], "not gpu", marks=pytest.mark.slow, id="as on a chip"),
+    ],
 )
-def test_a_file_whose_tests_do_not_pass_is_not_a_success(body: str, said: str, tmp_path: Path) -> None:
-    files = [tmp_path / "test_passes.py", tmp_path / "test_does_not.py"]
-    for file, what in zip(files, ("pass", body), strict=True):
-        file.write_text(f"def test_body():\n    {what}\n" if what else "", encoding="utf-8")
-    run_interpreted(files[:1], "not slow")
-    with pytest.raises(AssertionError, match=said):
-        run_interpreted(files, "not slow")
-
-
-@needs_interpreter
-def test_kernels_pass_in_the_interpreter() -> None:
-    assert FILES
-    run_interpreted(FILES, "not slow")
-
-
-@needs_interpreter
-@pytest.mark.slow
-def test_kernels_pass_their_slow_cases_in_the_interpreter() -> None:
-    run_interpreted([file for file in FILES if re.search(r"\bslow\b|few\(|thinned\(", file.read_text("utf-8"))], "slow")
-
-
-@needs_interpreter
-@pytest.mark.slow
-def test_kernels_pass_in_the_interpreter_as_they_do_on_a_chip() -> None:
-    run_interpreted([ON_A_CHIP], "not gpu")
+def test_kernels_pass_in_the_interpreter(files: list[Path], markers: str) -> None:
+    found, said = run_interpreted(files, markers)
+    assert files and not found, said

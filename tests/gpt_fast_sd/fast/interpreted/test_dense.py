@@ -8,6 +8,7 @@ Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv head
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from torch import Tensor
 from gpt_fast_sd.fast.ops import decode
 from gpt_fast_sd.fast.triton import decode as decode_triton
 from gpt_fast_sd.fast.triton import prefill as prefill_triton
-from tests.gpt_fast_sd.fast import dense, references
-from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, INT8, PLANES, TAIL, TOLERANCE, assert_close
-from tests.helpers import few, thinned
+from tests.gpt_fast_sd.fast import dense
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, INT8, PLANES, TAIL, TOLERANCE, assert_close, each
+from tests.helpers import thinned
 
 SPLIT = 64
 ENDS = (37, 0, 191)
@@ -64,13 +65,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def in_ways(*ways: str) -> Any:
-    return pytest.mark.parametrize("way", ways, indirect=True)
-
-
-in_every_way = in_ways("decode", "whole", "split")
-by_chunks = in_ways("whole", "split")
-by_whole_chunks = in_ways("whole")
+in_every_way = pytest.mark.parametrize("way", ["decode", "whole", "split"], indirect=True)
 # a number of tokens whose rows, three a token, need several tiles
 TOKENS = {"decode": 3, "whole": 33, "split": 11}
 
@@ -86,45 +81,38 @@ def check(case: Case) -> None:
         assert got.equal(prefill_triton.attend(*case.given(), arch=89))
 
 
-@thinned("asked,dtype", [(1, 1), (3, 1), (4, 3), (1, 9), (8, 5)], DTYPES)
-def test_attention_is_that_of_fp64_for_any_number_of_queries(asked: tuple[int, int], dtype: torch.dtype) -> None:
-    group, n_tokens = asked
-    check(Case([max(end, n_tokens - 1) for end in ENDS], n_tokens=n_tokens, group=group, dtype=dtype))
+EDGES = [edge + by for edge in (32, SPLIT, 2 * SPLIT, 3 * SPLIT) for by in (-2, -1, 0, 1) if edge + by < 192]
+CASES = [
+    *each("decode", ENDS, dtype=DTYPES, **{"group n_tokens": [(1, 1), (3, 1), (4, 3), (8, 5)]}),
+    *each("decode", (37, 8, 191), dtype=DTYPES, n_tokens=9, group=1),
+    *each("decode", ENDS[1:], head_dim=[8, 96, 128, 256], dtype=DTYPES, n_kv=2),
+    *each("whole", [80], head_dim=[8, 96, 128, 256], dtype=DTYPES, n_tokens=9, n_keys=100),
+    # chunks attend from where each row stands
+    *each("whole", [32, 161], dtype=DTYPES, n_tokens=33, group=3),
+    *each("split", [32, 161], dtype=DTYPES, n_tokens=11, group=3),
+    # more than a tile has rows, of any number of heads and tokens
+    *each("decode", [191], n_tokens=17, group=8, dtype=BF16),
+    *(case for group, n in ((1, 70), (4, 48), (8, 32))
+      for case in each("whole", [n - 1, 191], n_tokens=n, group=group, dtype=FP16)),
+    # rows begin and end around the edges of blocks and splits
+    *each("decode", EDGES, n_tokens=[1, 3]),
+    *(case for edge in (32, 64, 128) for by, dtype in ((-2, FP16), (3, FP32))
+      for case in each("whole", [edge + by + i for i in range(3)], n_tokens=5, n_keys=136, dtype=dtype)),
+    # bytes with scales, and planes of them
+    *each("whole", [50, 99], dtype=[BF16, FP32], n_tokens=9, n_keys=100, held=INT8),
+    *each("split", [40], n_tokens=2, n_keys=41, dtype=BF16, held=INT8),
+    *each("whole", [50, 99], tail=[TAIL, 0], n_tokens=9, n_keys=100, held=PLANES,
+          **{"dtype head_dim": [(BF16, 64), (FP32, 96)]}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", few((BF16, FP32, FP16), [BF16]))
-@by_chunks
-def test_chunks_attend_from_where_each_row_stands(way: str, dtype: torch.dtype) -> None:
-    check(Case([32, 161], n_tokens=TOKENS[way], group=3, dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    ("way", "group", "n_tokens", "dtype"),
-    [("decode", 8, 17, BF16), *(("whole", *asked, FP16) for asked in ((1, 70), (4, 48), (8, 32)))],
-    indirect=["way"],
-)
-def test_queries_may_be_more_than_a_tile_has_rows(way: str, group: int, n_tokens: int, dtype: torch.dtype) -> None:
-    check(Case([n_tokens - 1, 191], n_tokens=n_tokens, group=group, dtype=dtype))
-
-
-@in_ways("decode", "whole")
-@thinned("head_dim,dtype", [8, 96, 128, 256], DTYPES)
-def test_heads_may_have_any_dim(way: str, head_dim: int, dtype: torch.dtype) -> None:
-    shape: Any = {"n_kv": 2} if way == "decode" else {"n_tokens": 9, "n_keys": 100}
-    check(Case(ENDS[1:] if way == "decode" else [80], head_dim=head_dim, dtype=dtype, **shape))
-
-
-@pytest.mark.parametrize("n_tokens", [1, 3])
-def test_rows_may_end_anywhere_around_the_edges_of_blocks_and_splits(n_tokens: int) -> None:
-    ends = [edge + by for edge in (32, SPLIT, 2 * SPLIT, 3 * SPLIT) for by in (-2, -1, 0, 1) if edge + by < 192]
-    check(Case(ends, n_tokens=n_tokens))
-
-
-@by_whole_chunks
-def test_chunks_may_begin_and_end_anywhere_around_the_edges_of_blocks(way: str) -> None:
-    for edge in (32, 64, 128):
-        check(Case([edge - 2, edge - 1, edge], n_tokens=5, n_keys=136, dtype=FP16))
-        check(Case([edge + 3, edge + 4, edge + 5], n_tokens=5, n_keys=136))
+@pytest.mark.parametrize(("way", "ends", "shape"), CASES, indirect=["way"])
+def test_attention_is_that_of_fp64(way: str, ends: Sequence[int], shape: dict[str, Any]) -> None:
+    case = Case([max(end, shape.get("n_tokens", 1) - 1) for end in ends], **shape)
+    check(case)
+    if case.k_scale is not None and way == "whole":
+        assert case.attend(slice(1)).equal(case.attend()[:1])
+        torch.testing.assert_close(case.mass(16), case.expected_mass(16), **NEAR)
 
 
 def test_many_rows_are_read_whole_and_few_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,18 +230,18 @@ def test_each_page_gets_the_attention_that_all_queries_of_its_head_paid_it(
     case = Case([37, 128, 500], n_tokens=n_tokens, group=group, n_kv=n_kv, dtype=dtype)
     out, mass = case.attend_with_mass(page)
     assert out.equal(case.attend())
-    assert mass.dtype == FP32 and mass.shape == (3, n_kv, 192 // page)
+    assert mass.dtype == FP32 and mass.shape == (3, n_kv, 192 // page) and mass.is_contiguous()
     # weights are summed before they are rounded to the dtype
     torch.testing.assert_close(mass, case.expected_mass(page), rtol=1e-5, atol=1e-6 * group * n_tokens)
     assert not mass[2].any() and not mass[0, :, 37 // page + 1 :].any()
 
 
-@by_whole_chunks
+@pytest.mark.parametrize("way", ["whole"], indirect=True)
 @thinned("page,dtype", [1, 16, 128], DTYPES)
 def test_each_page_gets_the_attention_that_a_chunk_paid_it(way: str, page: int, dtype: torch.dtype) -> None:
     case = Case([32, 150, 500], n_tokens=32, group=3, n_kv=1, dtype=dtype)
     mass = case.mass(page)
-    assert mass.dtype == FP32 and not mass[2].any() and not mass[0, :, 32 // page + 1 :].any()
+    assert mass.dtype == FP32 and mass.is_contiguous() and not mass[2].any() and not mass[0, :, 32 // page + 1 :].any()
     torch.testing.assert_close(mass, case.expected_mass(page), **NEAR)
     if page < 128:
         torch.testing.assert_close(mass.sum(-1), torch.tensor([[96.0], [96.0], [0.0]]))
@@ -284,55 +272,25 @@ def test_mass_is_right_for_any_head_dim_and_half_a_page_has_no_entry(way: str, h
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "n_tokens", "group", "held", "tail"),
+    "shape",
     [
-        *((*shape, 3, 4, INT8, 0) for shape in ((BF16, 64), (FP16, 64), (FP32, 96))),
-        *few(
-            [
-                (*shape, PLANES, tail)
-                for shape in ((BF16, 64, 1, 3), (BF16, 128, 3, 4), (FP16, 96, 3, 2), (FP32, 64, 5, 1), (BF16, 32, 9, 2))
-                for tail in (TAIL, 0)
-            ],
-            [(BF16, 64, 1, 3, PLANES, TAIL), (BF16, 128, 3, 4, PLANES, 0), (FP16, 96, 3, 2, PLANES, TAIL),
-             (FP32, 64, 5, 1, PLANES, 0), (BF16, 32, 9, 2, PLANES, TAIL)],
-        ),
+        *each(n_tokens=3, group=4, held=INT8, **{"dtype head_dim": [(BF16, 64), (FP16, 64), (FP32, 96)]}),
+        *each(tail=[TAIL, 0], held=PLANES, **{"dtype head_dim n_tokens group": [
+            (BF16, 64, 1, 3), (BF16, 128, 3, 4), (FP16, 96, 3, 2), (FP32, 64, 5, 1), (BF16, 32, 9, 2)]}),
     ],
 )  # fmt: skip
-def test_entries_may_be_int8_with_scales_or_planes_of_them(
-    dtype: torch.dtype, head_dim: int, n_tokens: int, group: int, held: torch.dtype, tail: int
-) -> None:
+def test_few_queries_read_int8_with_scales_or_planes_of_them(shape: dict[str, Any]) -> None:
     """What they stand for is attended to as in fp64; what is behind a row, its scales too, is a NaN, and never read."""
-    case = Case([37, 100], n_tokens=n_tokens, group=group, head_dim=head_dim, n_keys=112, dtype=dtype, held=held)
-    case.tail = tail
+    case = Case([37, 100], n_keys=112, **shape)
     out, mass = case.attend_with_mass(16)
     assert_close(out, case.expected())
     torch.testing.assert_close(mass, case.expected_mass(16), **NEAR)
-    torch.testing.assert_close(mass.sum(-1), torch.full((2, 1), float(group * n_tokens)))
+    torch.testing.assert_close(mass.sum(-1), torch.full((2, 1), float(shape["group"] * shape["n_tokens"])))
     assert case.attend().equal(out)
-    # alone, with fewer keys in view, whatever is behind, and of bytes one token of several
+    # alone, with fewer keys in view, whatever is behind, and, where no tail is counted from it, the first token alone
     case.forget(float("inf"))
     assert case.attend(slice(1), n_keys=38).equal(out[:1])
-    assert tail or case.attend(n_tokens=1).equal(out[:, :, :1])
-
-
-@by_whole_chunks
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "held", "tail"),
-    [(BF16, 64, INT8, 0), (FP32, 64, INT8, 0),
-     *few([(*shape, PLANES, tail) for shape in ((BF16, 64), (FP32, 96)) for tail in (TAIL, 0)],
-          [(BF16, 64, PLANES, TAIL), (FP32, 96, PLANES, 0)])],
-)  # fmt: skip
-def test_chunks_read_int8_and_planes(way: str, dtype: torch.dtype, head_dim: int, held: torch.dtype, tail: int) -> None:
-    case = Case([50, 99], n_tokens=9, n_keys=100, head_dim=head_dim, dtype=dtype, held=held)
-    case.tail = tail
-    check(case)
-    assert case.attend(slice(1)).equal(case.attend()[:1])
-    torch.testing.assert_close(case.mass(16), case.expected_mass(16), **NEAR)
-
-
-@in_ways("split")
-def test_few_rows_of_int8_are_split_with_their_scales(way: str) -> None:
-    check(Case([40], n_tokens=2, n_keys=41, dtype=BF16, held=INT8))
+    assert case.tail or case.attend(n_tokens=1).equal(out[:, :, :1])
 
 
 def test_an_int8_entry_may_be_nothing_or_as_small_or_large_as_a_scale_can_say() -> None:
@@ -343,22 +301,3 @@ def test_an_int8_entry_may_be_nothing_or_as_small_or_large_as_a_scale_can_say() 
     case.v_scale[1, :, :101] = 6e4
     exact, size = case.expected()
     assert ((case.attend() - exact).abs() <= TOLERANCE[BF16] * size).all()
-
-
-def test_the_references_equal_the_kernels() -> None:
-    near = {"rtol": 2e-5, "atol": 1e-5}
-    case = Case([37, 500, 130], n_tokens=3, group=3, n_kv=2)
-    torch.testing.assert_close(references.decode_attention(*case.given(), SPLIT), case.attend(), **near)
-    chunk = Case([37, 500, 196], n_tokens=9, group=3)
-    out, lse = prefill_triton.attend_with_lse(*chunk.given(), arch=89)
-    torch.testing.assert_close(references.prefill_attention(*chunk.given()), out, **near)
-    for pair in (
-        zip(references.decode_attention_with_mass(*case.given(), SPLIT, 16), case.attend_with_mass(16), strict=True),
-        zip(references.prefill_attention_with_lse(*chunk.given()), (out, lse), strict=True),
-    ):
-        for got, expected in pair:
-            torch.testing.assert_close(got, expected, **near)
-            assert got.stride() == expected.stride()
-    q, layer, pos, n_keys = chunk.given()
-    mass = prefill_triton.key_mass(q, layer, chunk.lse(), pos, n_keys, 16, arch=89)
-    torch.testing.assert_close(references.key_mass(q, layer, lse, pos, n_keys, 16), mass, **near)
