@@ -123,11 +123,6 @@ def test_a_compiler_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monk
 TORN = ["file too short", "invalid ELF header", "cannot read file data: Error 21"]
 
 
-def cache_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    return folder
-
-
 def loading(*files: Path, why: str = TORN[0]) -> Callable[[], str]:
     """Load libraries, of which none may be empty."""
 
@@ -144,8 +139,8 @@ def loading(*files: Path, why: str = TORN[0]) -> Callable[[], str]:
 
 @pytest.mark.parametrize("why", TORN)
 def test_torn_libraries_are_removed_and_built_again(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = cache_in(monkeypatch, tmp_path)
-    files = [cache / "a.main.so", cache / "b.so"]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    files = [tmp_path / "a.main.so", tmp_path / "b.so"]
     for file in files:
         file.touch()
     assert kernels.rebuilding(loading(*files, why=why)) == "loaded"
@@ -153,7 +148,7 @@ def test_torn_libraries_are_removed_and_built_again(why: str, tmp_path: Path, mo
 
 
 def test_nothing_else_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache_in(monkeypatch, tmp_path / "cache")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     (outside := tmp_path / "libc.so").touch()
     with pytest.raises(ImportError, match="file too short"):
         kernels.rebuilding(loading(outside))

@@ -26,11 +26,11 @@ from gpt_fast_sd.fast.cpu import linear as cpu_linear
 from gpt_fast_sd.fast.cpu import prebuild as beforehand
 from gpt_fast_sd.fast.cpu import round as cpu_round
 from gpt_fast_sd.fast.cpu import sampling as cpu_sampling
-from gpt_fast_sd.sampling import SamplingTable, draw, probabilities
+from gpt_fast_sd.sampling import draw, probabilities
 from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32
 from tests.gpt_fast_sd.fast.test_cpu import Case
 from tests.gpt_fast_sd.fast.test_cpu_any import check_products, is_close, noise
-from tests.helpers import form_of
+from tests.helpers import form_of, table_of
 
 COMPILER, EMULATOR, OWN_COMPILER = (shutil.which(name) for name in ("aarch64-linux-gnu-g++", "qemu-aarch64", "g++"))
 LEAST, WITH_DOTS = "-march=armv8-a", "-march=armv8.2-a+dotprod"  # the least CPU that has NEON; dot products of bytes
@@ -102,11 +102,10 @@ def test_products_are_their_references(kind: str, tmp_path: Path) -> None:
 @needs_both
 def test_what_is_drawn_is_what_tensors_keep_and_draw(tmp_path: Path) -> None:
     built, n_vocab = program(cpu_sampling.SOURCE, 0, tmp_path / "sample"), 9001
-    filters = [(n_vocab, 1.0, 0.0), (50, 1.0, 0.0), (n_vocab, 0.9, 0.0), (n_vocab, 1.0, 0.05), (3000, 0.97, 0.01)]
+    filters = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 3000, "top_p": 0.97, "min_p": 0.01}]
     n, u = len(filters), torch.arange(5) / 5 + 0.05
-    logits, held = noise(n, n_vocab, seed=1) * 3, SamplingTable.empty(n, n_vocab, torch.device("cpu"))
-    for slot, (top_k, top_p, min_p) in enumerate(filters):
-        held.assign(slot, SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p), slot, n_vocab)
+    logits = noise(n, n_vocab, seed=1) * 3
+    held = table_of([SamplingParams(temperature=0.8, **one) for one in filters], n_vocab)  # type: ignore[arg-type]
     expected = probabilities(logits, held)
     least = held.min_p.log()
     said = run(built, [4 * n * n_vocab, 0, n, n_vocab], [logits, held.temperature, held.top_k, held.top_p, least])

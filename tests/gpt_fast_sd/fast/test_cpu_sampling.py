@@ -21,11 +21,11 @@ from gpt_fast_sd.bodies import CORE, Bodies
 from gpt_fast_sd.draft import Draft
 from gpt_fast_sd.fast.cpu import stand_ins
 from gpt_fast_sd.round import accept_step
-from gpt_fast_sd.sampling import GREEDY, Kind, SamplingTable
+from gpt_fast_sd.sampling import GREEDY, Kind
 from gpt_fast_sd.state import BatchState
 from tests.gpt_fast_sd.fast.rows import expected, full_of_ties, paired, rows_of_every_kind
 from tests.gpt_fast_sd.fast.test_cpu_any import instructions  # noqa: F401  a fixture
-from tests.helpers import few
+from tests.helpers import few, table_of
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
@@ -53,13 +53,6 @@ def spread(logits: Tensor, top_k: list[int], top_p: list[float], *, min_p: float
     return kernels.cpu_distributions(logits, torch.full((n,), by), *filters, least)
 
 
-def table(params: SamplingParams, n_rows: int, n_vocab: int) -> SamplingTable:
-    made = SamplingTable.empty(n_rows, n_vocab, torch.device("cpu"))
-    for slot in range(n_rows):
-        made.assign(slot, params, slot, n_vocab)
-    return made
-
-
 @pytest.mark.parametrize("n_vocab", few([1, 2, 15, 17, 100, 300, 529], [2, 17, 300]))
 def test_kept_is_what_plain_python_keeps(n_vocab: int) -> None:
     each, top_k, top_p = paired(rows_of_every_kind(n_vocab), ("1e-12", "0.1", "0.5", "0.73", "0.9", "0.999", "1"))
@@ -82,7 +75,7 @@ def test_ties_are_cut_as_plain_python_cuts_them() -> None:
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_a_large_vocabulary_is_cut_as_the_search_cuts_it(params: dict[str, float]) -> None:
     logits = torch.cat([rows_of_every_kind(LARGE), torch.randn(4, LARGE) * 2.5, torch.randn(2, LARGE).bfloat16()])
-    held = table(SamplingParams(temperature=0.8, **params), len(logits), LARGE)  # type: ignore[arg-type]
+    held = table_of([SamplingParams(temperature=0.8, **params)] * len(logits), LARGE)  # type: ignore[arg-type]
     p = stand_ins.probabilities(logits, held)
     scores = (logits - logits.amax(-1, keepdim=True)) / 0.8
     cut, last = (x[:, None] for x in kernels.likeliest(scores, held.top_k, held.top_p))
@@ -96,7 +89,7 @@ def test_a_large_vocabulary_is_cut_as_the_search_cuts_it(params: dict[str, float
 def test_a_temperature_near_0_and_greedy_rows_among_others_are_one_hot_at_the_best_token() -> None:
     logits = torch.randn(3, LARGE)
     logits[:, [77, 40_000]] = 9.0
-    held = table(SamplingParams(temperature=1e-30, top_p=0.5), 3, LARGE)
+    held = table_of([SamplingParams(temperature=1e-30, top_p=0.5)] * 3, LARGE)
     held.temperature[1] = 0.0
     p = sampling.probabilities(logits, held)
     assert p[1].nonzero().tolist() == p[0].nonzero().tolist() == [[77]]  # ties go to the lowest id

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.fast.triton import sparse as sparse_triton
-from tests.gpt_fast_sd.fast import listed, references
-from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, INT8, PLANES, TAIL, assert_close, each
+from tests.gpt_fast_sd.fast import references
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, INT8, PLANES, TAIL, Listed, assert_close, each
 from tests.helpers import thinned
 
 ARCH = 90
 
 
-class Case(listed.Case):
+class Case(Listed):
     """Attended by a body."""
 
     def attend(
