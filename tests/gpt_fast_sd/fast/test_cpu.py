@@ -203,7 +203,7 @@ def listing(case: Case, n: int, run: int = 1) -> Tensor:
 
     def of_head(end: int, head: int) -> Tensor:
         generator = torch.Generator().manual_seed(head)
-        before = torch.arange(end - run, -1, -run)
+        before = torch.arange(end, -1, -run)[1:]
         before = before[torch.randperm(len(before), generator=generator)]
         lasts = torch.cat([torch.tensor([end, end + run, case.n_keys + 4 + run]), before])  # of each run
         runs = (lasts[:, None] + torch.arange(1 - run, 1)).clamp(min=-1)[: max(1, (n - n // 8) // run)]
