@@ -12,7 +12,7 @@ import torch
 
 # What takes longest is begun first: a worker that came to it last would leave the others idle.
 DEAR = """
-    tp/test_ranks kernels/test_interpreted tp/test_processes kernels/test_decode_aot tp/test_codegen kernels/test_cpu
+    tp/test_ranks fast/test_interpreted tp/test_processes fast/test_attention_aot tp/test_codegen fast/test_cpu
     gpt_fast_sd/test_ways gpt_fast_sd/test_compile gpt_fast_sd/test_packing
 """.split()
 

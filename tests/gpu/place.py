@@ -13,7 +13,7 @@ from torch import Tensor
 from gpt_fast_sd import EngineConfig
 from gpt_fast_sd.model import SPLIT, CacheLayer
 from measuring.gpu.setup import SMALL, difference, random_model
-from tests.gpt_fast_sd.fast import dense, listed
+from tests.gpt_fast_sd.fast import dense
 
 __all__ = ["SMALL", "difference", "random_model"]
 
@@ -70,7 +70,7 @@ class Place:
         n_keys = -(-(max(self.lengths) + n_tokens) // SPLIT) * SPLIT
         return [length + n_tokens - 1 for length in (*self.lengths, n_keys)], n_keys
 
-    def layer_of(self, case: dense.Entries) -> CacheLayer:
+    def layer_of(self, case: dense.Case) -> CacheLayer:
         """Its keys and values on the device."""
         return case.layer()._of(self.put(*case.layer().buffers))
 
@@ -88,11 +88,11 @@ class Place:
 
     def listed_case(
         self, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: Held, page: int
-    ) -> listed.Case:
+    ) -> dense.Listed:
         """The same rows, their windows begun some entries before the first query."""
         ends, n_keys = self.ends(n_tokens)
         windows = [max(0, min(end - n_tokens - 19, n_keys)) // page * page for end in ends]
-        case = listed.Case(
+        case = dense.Listed(
             windows, ends, page=page, n_listed=96, width=40, n_tokens=n_tokens, group=group, head_dim=head_dim,
             n_keys=n_keys, dtype=dtype, held=held[0],
         )  # fmt: skip

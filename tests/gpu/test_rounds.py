@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -34,11 +35,7 @@ KINDS = {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 7}
 DEAR = dict.fromkeys(("snapkv", "quest", "lookup"), pytest.mark.slow)
 
 
-def name_of(draft: DraftConfig) -> str:
-    """What its tests are called."""
-    return draft.policy
-
-
+name_of = attrgetter("policy")  # what its tests are called
 each_draft = pytest.mark.parametrize("draft", DRAFTS, ids=name_of)
 
 

@@ -9,15 +9,11 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import triton
 import triton.backends.nvidia
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 # bytes of shared memory that one SM has (vendor's figures); each block on it takes a KiB more than it requests
@@ -25,6 +21,7 @@ SM_SHARED = {cap: kib << 10 for cap, kib in
              {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100}.items()}  # fmt: skip
 RESERVE = 1 << 10
 SHARED_LIMIT = {cap: shared - RESERVE for cap, shared in SM_SHARED.items()}  # bytes that one block may have
+OPCODES = {"hmma": "HMMA", "hgmma": "HGMMA", "utcmma": r"UTC\w*MMA", "ldgsts": "LDGSTS", "spills": "LDL|STL"}
 SM_REGISTERS, SM_WARPS, SM_TENSOR_COLUMNS = 65_536, 48, 512  # warps: the fewest that any of them holds
 
 
@@ -75,33 +72,6 @@ class Compiled:
         return min(most)
 
 
-def compile_kernel(
-    fn: triton.JITFunction,
-    signature: Mapping[str, str],
-    constants: Mapping[str, Any],
-    *,
-    cap: int,
-    num_warps: int,
-    num_stages: int,
-    aligned: Collection[str] = (),
-) -> Compiled:
-    """Compile fn for sm_<cap>.
-
-    signature: type of each argument that is passed ("*bf16", "i32", "fp32"); constants: value of each constexpr, and
-    of an argument that a launch would specialise on (None, 1). aligned: arguments that 16 divides, pointers above all.
-    """
-    names = fn.arg_names
-    assert set(names) == {*signature, *constants} and not {*signature} & {*constants}
-    source = ASTSource(
-        fn=fn,
-        signature={name: signature.get(name, "constexpr") for name in names},
-        constexprs=dict(constants),
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    return inspect_kernel(triton.compile(source, target=GPUTarget("cuda", cap, 32), options=options))
-
-
 @functools.cache  # shapes share kernels
 def inspect_kernel(kernel: CompiledKernel) -> Compiled:
     """Read the binary of a compiled kernel with the tools that Triton brings."""
@@ -112,23 +82,15 @@ def inspect_kernel(kernel: CompiledKernel) -> Compiled:
         sass = _run("nvdisasm", "-c", "-ndf", cubin.name)  # the code alone, without looking into what flows where
     used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert used, usage
-
-    def count(opcodes: str) -> int:
-        return len(re.findall(rf"\b(?:{opcodes})\b", sass))
-
     return Compiled(
         warps=kernel.metadata.num_warps,
         registers=int(used[1]),
         stack=int(used[2]),
         shared=kernel.metadata.shared,
-        hmma=count("HMMA"),
-        hgmma=count("HGMMA"),
-        utcmma=count(r"UTC\w*MMA"),
         tensor_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
-        ldgsts=count("LDGSTS"),
-        spills=count("LDL|STL"),
         ptx=kernel.asm["ptx"],
         sass=sass,
+        **{name: len(re.findall(rf"\b(?:{opcodes})\b", sass)) for name, opcodes in OPCODES.items()},
     )
 
 

@@ -103,6 +103,15 @@ class Cuda:
     def stream_of_pool(self, device: Any = None, priority: int = 0) -> Stream:
         return Stream(self, next(self._streams))
 
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """torch.cuda.stream: a stream is the current one meanwhile."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
     def graph_pool_handle(self) -> tuple[int, int]:
         return (0, next(self._numbers))
 
@@ -160,19 +169,6 @@ class Stream:
         event = Event(self.cuda)
         event.record()
         return event
-
-
-class Current:
-    """torch.cuda.stream: a stream is the current one meanwhile."""
-
-    def __init__(self, cuda: Cuda, stream: Stream) -> None:
-        self.cuda, self.stream, self.before = cuda, stream, cuda.current
-
-    def __enter__(self) -> None:
-        self.before, self.cuda.current = self.cuda.current, self.stream
-
-    def __exit__(self, *exc: object) -> None:
-        self.cuda.current = self.before
 
 
 class Pinned(Tensor):
@@ -292,7 +288,7 @@ def stand_in(rule: str) -> Iterator[Cuda]:
         "CUDAGraph": lambda *args, **kwargs: Graph(cuda, *args, **kwargs),
         "Event": lambda **options: Event(cuda, **options),
         "Stream": cuda.stream_of_pool,
-        "stream": lambda stream: Current(cuda, stream),
+        "stream": cuda.on,
         "current_stream": lambda device=None: cuda.current,
         "graph_pool_handle": cuda.graph_pool_handle,
         "synchronize": cuda.synchronize,

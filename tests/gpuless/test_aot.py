@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from tests.gpuless.aot import SHARED_LIMIT, Compiled, assert_lean, compile_kernel  # noqa: E402  they import triton
+from tests.gpuless.aot import SHARED_LIMIT, Compiled, assert_lean  # noqa: E402  they import triton
 from tests.gpuless.driver import stand_in  # noqa: E402
 
 CAPS = (80, 90)
@@ -29,9 +29,11 @@ def accumulate(p_x, p_y, p_out, n_k, M: tl.constexpr, N: tl.constexpr, K: tl.con
 
 
 def compile_product(cap: int, m: int, n: int, num_warps: int, num_stages: int = 3) -> Compiled:
-    signature = {"p_x": "*bf16", "p_y": "*bf16", "p_out": "*fp32", "n_k": "i32"}
-    how = {"cap": cap, "num_warps": num_warps, "num_stages": num_stages, "aligned": signature}
-    return compile_kernel(accumulate, signature, {"M": m, "N": n, "K": 64}, **how)
+    with FakeTensorMode(), stand_in(cap) as launches:
+        x, y = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((m, 1024), (1024, n)))
+        how = {"M": m, "N": n, "K": 64, "num_warps": num_warps, "num_stages": num_stages}
+        accumulate.warmup(x, y, torch.empty(m, n, device="cuda"), 1024, grid=(1,), **how)
+    return launches[0].compiled
 
 
 @pytest.mark.parametrize("cap", CAPS)

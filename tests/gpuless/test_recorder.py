@@ -109,6 +109,7 @@ HOST_READS: dict[str, Callable[[Tensor], Any]] = {
     "nonzero": lambda x: x.nonzero(),
     "boolean index": lambda x: x[x > 1],
     "boolean assignment": lambda x: x.__setitem__(x > 1, x[:1]),
+    "unique": lambda x: x.unique(),
     "repeat_interleave": lambda x: x.repeat_interleave(x),
     "equal": lambda x: torch.equal(x, x + 1),
     "tolist": lambda x: x.tolist(),
@@ -127,6 +128,7 @@ def test_a_recording_refuses_to_read_on_the_host(read: str, inference: bool) -> 
 MIXED: dict[str, Callable[[Tensor], Any]] = {
     "cpu": lambda x: x.cpu(),
     "made on the host": lambda x: x + torch.tensor([1, 2, 3, 4], device="cuda"),
+    "list on the host": lambda x: torch.isin(x, torch.tensor([7, 9], device="cuda")),
     "index on the host": lambda x: x[torch.tensor([0, 1])],
     "copied to the host": lambda x: torch.empty(4, dtype=torch.int64).copy_(x),
 }

@@ -30,17 +30,14 @@ pytestmark = needs_cuda_code
 LAYER = 10
 HEAD = 3  # the last norm, the product with the vocabulary, logits to fp32
 
-STEPS = {
-    "decode": (LAYERS * LAYER + HEAD, {"decode_attention": LAYERS}),
-    "verify": (LAYERS * LAYER + HEAD, {"decode_attention": LAYERS}),
+FORWARD = LAYERS * LAYER + HEAD
+STEPS = {  # launches, and which of them are ours
+    **dict.fromkeys(("decode", "verify", "draft full"), (FORWARD, {"decode_attention": LAYERS})),
     # the mass of all layers is put into one tensor
-    "verify mass": (LAYERS * LAYER + HEAD + 1, {"decode_attention_with_mass": LAYERS}),
-    "draft full": (LAYERS * LAYER + HEAD, {"decode_attention": LAYERS}),
-    "draft streaming": (LAYERS * LAYER + HEAD, {"sparse_attention": LAYERS}),
-    "draft snapkv": (LAYERS * LAYER + HEAD, {"sparse_attention": LAYERS}),
-    "draft guided": (LAYERS * LAYER + HEAD, {"sparse_attention": LAYERS}),
+    "verify mass": (FORWARD + 1, {"decode_attention_with_mass": LAYERS}),
+    **{f"draft {view}": (FORWARD, {"sparse_attention": LAYERS}) for view in ("streaming", "snapkv", "guided")},
     # a layer chooses pages, notes which, and lists their entries; once, how many pages are closed
-    "draft quest": (LAYERS * (LAYER + 3) + HEAD + 1, {"quest_pages": LAYERS, "sparse_attention": LAYERS}),
+    "draft quest": (FORWARD + LAYERS * 3 + 1, {"quest_pages": LAYERS, "sparse_attention": LAYERS}),
     # only the keys of the last layer are needed: norm, wqkv, rope with the cache writes
     "prefill": ((LAYERS - 1) * LAYER + 3, {"prefill_attention": LAYERS - 1}),
     # no keys are written; of the last layer norm, wqkv, rope of the queries, attention, its mass, the best entries; a
@@ -129,6 +126,13 @@ def test_one_graph_serves_verifications_of_several_widths() -> None:
     assert any(size.startswith(f"{SLOTS}*s") for sizes in generated.allocated for size in sizes)
 
 
+def assert_one_graph(step: Generated, launches: int, filtered: bool) -> None:
+    """Fit to be captured, of at most so many launches; what filters sorts nothing."""
+    assert step.launches <= launches, step
+    assert step.ours == ["likeliest"] * filtered and step.others == step.products == []
+    assert step.graphs == 1 and step.no_cudagraph is None
+
+
 # Some reductions over the vocabulary, and the writes of the rows; uncompiled they are 58 operators where all rows are
 # greedy, 268 where any samples, 288 where any filters. What filters sort nothing, however large the vocabulary.
 @pytest.mark.slow
@@ -142,9 +146,7 @@ def test_judging_is_one_graph_of_few_launches(sampled: bool, filtered: bool, lau
         varying(*(x for x in (tokens, q) if x is not None), max=MAX_GAMMA)
         draft = Draft(tokens, q, state.remaining.clone())
         step = cuda_code(accept_step, state, Kind(sampled, filtered), logits, draft, None)
-    assert step.launches <= launches, step
-    assert step.ours == ["likeliest"] * filtered and step.others == step.products == []
-    assert step.graphs == 1 and step.no_cudagraph is None
+    assert_one_graph(step, launches, filtered)
 
 
 def test_filtering_rows_of_any_number_of_positions_is_one_graph_without_a_sort() -> None:
@@ -153,7 +155,5 @@ def test_filtering_rows_of_any_number_of_positions_is_one_graph_without_a_sort()
         logits = torch.zeros(SLOTS, 6, state.vocab_size, device=state.pending.device)
         torch._dynamo.mark_dynamic(logits, 1, min=2, max=9)
         step = cuda_code(lambda state, logits: state.probabilities(logits, Kind(True, True)), state, logits)
-    assert step.ours == ["likeliest"] and step.others == step.products == []
-    assert step.launches <= 8, step
-    assert step.graphs == 1 and step.no_cudagraph is None
+    assert_one_graph(step, 8, filtered=True)
     assert any("s" in size for sizes in step.allocated for size in sizes)

@@ -14,20 +14,16 @@ import torch
 import torch._inductor.config as inductor
 from torch import nn
 
-from gpt_fast_sd.draft import draft_step
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.quantization.quantize import draft_copy, drafter, quantize
 from gpt_fast_sd.quantization.table import precision_of, require_precision, require_sizes
-from gpt_fast_sd.round import decode_step
-from gpt_fast_sd.steps import span
 from gpt_fast_sd.tp import local_config
-from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, fake_rig
-from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER
+from tests.gpt_fast_sd.cuda.rig import CUDA, LAYERS, fake_rig
+from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER, step_of
 from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
 from tests.helpers import few
 
 pytestmark = needs_cuda_code
-CUDA = torch.device("cuda")
 
 
 @contextlib.contextmanager
@@ -44,10 +40,10 @@ def gpu(capability: tuple[int, int] = (9, 0), cuda: str = "13.0") -> Iterator[No
 @contextlib.contextmanager
 def quantizing() -> Iterator[None]:
     """A GPU on which int4 is chosen without a look at values, which fake tensors have none of."""
-    from torchao.quantization import Int4WeightOnlyConfig
+    from torchao.quantization import Int4WeightOnlyConfig as Config
 
     def simple(**options: Any) -> Any:
-        return Int4WeightOnlyConfig(**{**options, "int4_choose_qparams_algorithm": "tinygemm"})
+        return Config(**{**options, "int4_choose_qparams_algorithm": "tinygemm"})
 
     with gpu(), mock.patch("torchao.quantization.Int4WeightOnlyConfig", simple):
         yield
@@ -77,61 +73,43 @@ def products_of(step: Generated) -> Counter[str]:
     return Counter({name: n for name, n in found.items() if "attention" not in name})
 
 
+def assert_few_launches(step: Generated, launches: int, products: dict[str, int], weights: nn.Module) -> None:
+    """One graph, fit to be captured, multiplies so, copies no weight and takes no one-row kernel of a library."""
+    assert step.launches <= launches, step
+    assert products_of(step) == products and "int8pack" not in step.code
+    assert not sizes_of(weights) & {*step.allocated}
+    assert step.graphs == 1 and step.no_cudagraph is None
+
+
 @pytest.mark.parametrize("name", few(DRAFTS, ["float8"]))
 def test_a_copy_drafts_with_few_launches_and_no_buffer_of_a_weights_size(name: str) -> None:
     products, more, at_head = DRAFTS[name]
     with fake_cuda_tensors(), torch.inference_mode():
         rig = fake_rig(dim=1024)
-        before = dict(rig.model.named_parameters(remove_duplicate=False))
+        target, before = rig.model, dict(rig.model.named_parameters(remove_duplicate=False))
         with quantizing():
-            copy = draft_copy(rig.model, name)
-        assert all(p is before[name] for name, p in rig.model.named_parameters(remove_duplicate=False))
-        layers = "float8" if name == "float8" else "int8"
-        assert [precision_of(m) for m in linears_of(copy)] == [name] * 4 * LAYERS + [layers]
-        assert copy.embedding is rig.model.embedding and copy.norm is rig.model.norm
-        tokens = rig.tokens(1)
-        view = rig.view("streaming").kv()
-        step = cuda_code(
-            draft_step,
-            copy,
-            tokens,
-            tokens.clone(),
-            rig.cache.layers,
-            span(rig.cache, CAPACITY),
-            *view,
-            rig.state.bodies,
-        )
-    assert step.launches <= LAYERS * (LAYER + more) + HEAD + at_head, step
-    assert products_of(step) == products and "int8pack" not in step.code
-    assert not sizes_of(copy) & {*step.allocated}
-    assert step.graphs == 1 and step.no_cudagraph is None
+            rig.model = draft_copy(target, name)
+        assert all(p is before[name] for name, p in target.named_parameters(remove_duplicate=False))
+        head = "float8" if name == "float8" else "int8"
+        assert [precision_of(m) for m in linears_of(rig.model)] == [name] * 4 * LAYERS + [head]
+        assert rig.model.embedding is target.embedding and rig.model.norm is target.norm
+        step, args = step_of("draft streaming", rig)
+        assert_few_launches(cuda_code(step, *args), LAYERS * (LAYER + more) + HEAD + at_head, products, rig.model)
 
 
 @pytest.mark.parametrize("name", few(DRAFTS, ["int4"]))
 def test_a_target_verifies_with_few_launches_and_no_one_row_kernel_of_a_library(name: str) -> None:
     products, more, _ = DRAFTS[name]
     settings = {key: value for key, value in inductor.get_config_copy().items() if not key.startswith("_")}
+    in_layers = {product: 4 * LAYERS for product in products if name != "int4" or "int4" in product}
     with fake_cuda_tensors(), torch.inference_mode():
         rig = fake_rig(dim=1024)
         with quantizing():
             quantize(rig.model, name)
         assert [precision_of(m) for m in linears_of(rig.model)] == [name] * 4 * LAYERS + [None]
-        tokens = rig.tokens(5)
-        step = cuda_code(
-            decode_step,
-            rig.model,
-            tokens,
-            tokens.clone(),
-            rig.cache.layers,
-            span(rig.cache, CAPACITY),
-            0,
-            rig.state.bodies,
-        )
-    assert step.launches <= LAYERS * (LAYER + more) + HEAD, step
-    in_layers = {product: 4 * LAYERS for product in products if name != "int4" or "int4" in product}
-    assert products_of(step) == {**in_layers, "mm": 1} and "int8pack" not in step.code
-    assert not sizes_of(rig.model.layers) & {*step.allocated}
-    assert step.graphs == 1 and step.no_cudagraph is None
+        step, args = step_of("verify", rig)
+        verified = cuda_code(step, *args)
+        assert_few_launches(verified, LAYERS * (LAYER + more) + HEAD, {**in_layers, "mm": 1}, rig.model.layers)
     # by default torchao changes Inductor's settings of the whole process
     assert settings == {key: value for key, value in inductor.get_config_copy().items() if not key.startswith("_")}
 
@@ -182,12 +160,7 @@ LLAMA_8B = ModelConfig(
 @pytest.mark.parametrize(
     ("name", "changes", "ranks", "said"),
     [
-        (
-            "int4",
-            {},
-            8,
-            "pads inputs to multiples of 1,024, and the 512 of wo on each of 8 processes would grow by 100%",
-        ),
+        ("int4", {}, 8, "multiples of 1,024, and the 512 of wo on each of 8 processes would grow by 100%"),
         ("int4", {"dim": 576}, 1, "needs inputs that 128 divides and outputs that 8 divides, and wqkv has 576 and"),
         ("int4", {"ffn_dim": 14_400}, 1, "needs inputs that 128 divides and outputs that 8 divides, and w_out has"),
         ("float8", {"ffn_dim": 14_344}, 1, "needs inputs that 16 divides and outputs that 16 divides, and w_out has"),

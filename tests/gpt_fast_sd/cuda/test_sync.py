@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch
 from gpt_fast_sd.acceptance import verify_greedy, verify_sampled
 from gpt_fast_sd.draft import draft_step
 from gpt_fast_sd.policies import build_policy
-from gpt_fast_sd.policies.guided import GuidedView
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.serving.launch import Rounds
 from gpt_fast_sd.state import RoundPlan
@@ -53,15 +51,8 @@ def test_a_draft_step_and_its_view_do_not_wait(rig: Rig, name: str) -> None:
     make, args = view.kv()
     assert waits(lambda: view.device_refresh(rig.state, CAPACITY)) == []
     assert waits(lambda: view.device_before_draft(rig.state, TO_CAPTURE)) == []
-    n_splits_carrier = span(cache, CAPACITY)
-    assert (
-        waits(
-            lambda: draft_step(
-                rig.model, token, token.clone(), cache.layers, n_splits_carrier, make, args, rig.state.bodies
-            )
-        )
-        == []
-    )
+    given = rig.model, token, token.clone(), cache.layers, span(cache, CAPACITY), make, args, rig.state.bodies
+    assert waits(lambda: draft_step(*given)) == []
     mass = torch.zeros(*cache.shape, CAPACITY // 64, device=cache.seq_len.device)
     assert waits(lambda: view.device_after_verify(rig.state, mass if view.wants_mass else None)) == []
 
@@ -83,23 +74,3 @@ def test_a_whole_round_does_not_wait(name: str, kind: Kind) -> None:
     rounds.replay = Replay(torch.zeros(100, SLOTS, dtype=torch.int64, device=rig.cache.seq_len.device))
     plan = replace(TO_CAPTURE, kind=kind)
     assert waits(lambda: rounds.device_round(plan)) == []
-
-
-BAD: dict[str, Callable[[Rig, GuidedView], Any]] = {
-    "a view as long as the longest row": lambda rig, view: rig.cache.layers[0].k[:, :, : int(rig.state.seq_len.max())],
-    "a commit of active rows alone": lambda rig, view: rig.state.seq_len[rig.state.active],
-    "a round that ends early": lambda rig, view: bool(rig.state.active.any()),
-    "a list of ids made each step": lambda rig, view: torch.isin(
-        rig.state.pending, torch.tensor([7, 9], device=rig.state.pending.device)
-    ),
-    "positions counted on the host": lambda rig, view: rig.state.seq_len + torch.arange(SLOTS),
-    "a selection read back": lambda rig, view: view.kv_indices[0].tolist(),
-    "the distinct tokens of a row": lambda rig, view: rig.state.history[0].unique(),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_step_that_waits_is_seen(rig: Rig, name: str) -> None:
-    view = rig.view("guided")
-    assert isinstance(view, GuidedView)
-    assert waits(lambda: BAD[name](rig, view))

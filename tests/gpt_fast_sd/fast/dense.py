@@ -1,25 +1,29 @@
-"""Inputs for tests of dense attention kernels: queries at the end of ragged rows, and their fp64 truth.
+"""Inputs for tests of attention kernels, dense and of listed entries: queries at the end of ragged rows, fp64 truth.
 
-Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
+Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim,
+        C listed entries, W entries of the window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import CacheLayer, as_planes
-from tests.gpt_fast_sd.fast.references import attend_reference, layer_of, meant_by
+from tests.gpt_fast_sd.fast.references import attention, layer_of, meant_by, page_sums, seen_by
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT8 = torch.int8
 PLANES = torch.uint8  # int8 in two planes of nibbles
 TAIL = 20  # entries that a draft reads whole
-DTYPES = (FP32, FP16, BF16)
+DTYPES = [FP32, FP16, BF16]
 
-SPARE = 64  # entries of the cache that are never in view
+SPARE = 64  # entries of the cache that are never in view, if nothing else is said
 NAN = float("nan")
 
 # A weight is rounded to the dtype, and so is the output: two halves of an eps of the sum of |weight * value|, which no
@@ -27,22 +31,44 @@ NAN = float("nan")
 TOLERANCE = {FP32: 2e-6, FP16: 1.1 * 2.0**-10, BF16: 1.1 * 2.0**-7}
 
 
-class Entries:
-    """Keys and values [B, K, S, H] as a cache holds them: as they come, in int8 with scales, or in planes."""
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries [..., H] in int8, and the fp16 scale of each [...]."""
+    scale = (x.float().abs().amax(-1).clamp(min=1e-5) / 127).half()
+    return (x.float() / scale.float()[..., None]).round().clamp(-127, 127).to(INT8), scale
 
-    pos: Tensor
-    tail = 0  # of planes; with one they are read as by a draft
 
-    def hold(self, k: Tensor, v: Tensor, held: torch.dtype | None) -> None:
-        self.k, self.v = k, v
+class Case:
+    """Queries, keys and values of a batch whose rows end at `ends`; the T queries of a row are its last ones.
+
+    Queries may stand past the n_keys in view. What is past the last query that does not is NaN. A cache holds keys and
+    values as they come, in int8 with scales, or in planes; with a tail these are read as by a draft.
+    """
+
+    def __init__(
+        self, ends: Sequence[int], *, n_tokens: int = 1, group: int = 2, n_kv: int = 1, head_dim: int = 64,
+        n_keys: int = 192, spare: int = SPARE, dtype: torch.dtype = FP32, held: torch.dtype | None = None,
+        tail: int = 0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        generator, n_rows = torch.Generator().manual_seed(seed), len(ends)
+        self.n_keys, self.tail = n_keys, tail
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        # as a model gives them: [B, T, N, H] transposed, one of several tensors in a row
+        self.q = normal(n_rows, n_tokens, n_kv * group + 3, head_dim)[:, :, 1:-2].transpose(1, 2)
+        # as a cache holds them: some slots of a larger buffer
+        self.k, self.v = (normal(n_rows + 2, n_kv, n_keys + spare, head_dim)[1:-1] for _ in range(2))
         self.k_scale: Tensor | None = None
         self.v_scale: Tensor | None = None
         self.low: tuple[Tensor | None, Tensor | None] = None, None
         if held in (INT8, PLANES):
-            (self.k, self.k_scale), (self.v, self.v_scale) = quantized(k), quantized(v)
+            (self.k, self.k_scale), (self.v, self.v_scale) = quantized(self.k), quantized(self.v)
             if held is PLANES:
                 (self.k, k_low), (self.v, v_low) = as_planes(self.k), as_planes(self.v)
                 self.low = k_low, v_low
+        self.pos = (torch.tensor(ends)[:, None] + torch.arange(1 - n_tokens, 1)).clamp(min=0)  # [B, T]
+        self.forget(NAN)
 
     def layer(self, rows: slice = slice(None)) -> CacheLayer:
         """That of some rows."""
@@ -60,37 +86,6 @@ class Entries:
         k, v = meant_by(self.layer(), self.pos)
         return k.float(), v.float()
 
-
-def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries [..., H] in int8, and the fp16 scale of each [...]."""
-    scale = (x.float().abs().amax(-1).clamp(min=1e-5) / 127).half()
-    return (x.float() / scale.float()[..., None]).round().clamp(-127, 127).to(INT8), scale
-
-
-class Case(Entries):
-    """Queries, keys and values of a batch whose rows end at `ends`; the T queries of a row are its last ones.
-
-    Queries may stand past the n_keys in view. What is past the last query that does not is NaN.
-    """
-
-    def __init__(
-        self, ends: Sequence[int], *, n_tokens: int = 1, group: int = 2, n_kv: int = 1, head_dim: int = 64,
-        n_keys: int = 192, dtype: torch.dtype = FP32, held: torch.dtype | None = None, seed: int = 0,
-    ) -> None:  # fmt: skip
-        generator, n_rows = torch.Generator().manual_seed(seed), len(ends)
-        self.n_keys = n_keys
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
-
-        # as a model gives them: [B, T, N, H] transposed, one of several tensors in a row
-        self.q = normal(n_rows, n_tokens, n_kv * group + 3, head_dim)[:, :, 1:-2].transpose(1, 2)
-        # as a cache holds them: some slots of a larger buffer
-        k, v = (normal(n_rows + 2, n_kv, n_keys + SPARE, head_dim)[1:-1] for _ in range(2))
-        self.hold(k, v, held)
-        self.pos = (torch.tensor(ends)[:, None] + torch.arange(1 - n_tokens, 1)).clamp(min=0)  # [B, T]
-        self.forget(NAN)
-
     def forget(self, what: float) -> None:
         """Overwrite all that lies past the last key that a query of its row reads."""
         last = torch.where(self.pos < self.n_keys, self.pos, -1).amax(1)
@@ -98,35 +93,87 @@ class Case(Entries):
             for entries in self.spoilt:
                 entries[row, :, n:] = what
 
-    @property
-    def finite(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in view, zeros for what is no number."""
-        k, v = (x[:, :, : self.n_keys].nan_to_num(0.0) for x in self.meant)
-        return k, v
-
-    @property
-    def reads(self) -> Tensor:
-        """Which queries are not past the keys in view: [B, 1, T, 1]."""
-        return (self.pos < self.n_keys)[:, None, :, None]
+    def truth(self) -> tuple[Tensor, Tensor, Tensor]:
+        """fp64 attention to values and to |values| [B, N, T, 2H], weights [B, K, G, T, S] and lse [B, N, T]."""
+        k, v = (x[:, :, : self.n_keys] for x in self.meant)
+        return attention(self.q.double(), k, torch.cat([v, v.abs()], -1), seen_by(self.pos, self.n_keys))
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """fp64 attention [B, N, T, H], and what the same weights make of |v|."""
-        k, v = self.finite
-        exact, size = attend_reference(self.q, k, torch.cat([v, v.abs()], -1), self.pos).chunk(2, -1)
-        return torch.where(self.reads, exact, 0.0), torch.where(self.reads, size, 0.0)
+        exact, size = self.truth()[0].chunk(2, -1)
+        return exact, size
 
-    def scores(self) -> Tensor:
-        """fp64 [B, N, T, S], -inf where a query does not read."""
-        k = self.finite[0].double().repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)  # [B, N, S, H]
-        seen = (torch.arange(self.n_keys) <= self.pos[:, None, :, None]) & self.reads
-        return (self.q.double() @ k.mT * self.q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+    def lse(self) -> Tensor:
+        """fp32 [B, N, T], -inf where a query does not read."""
+        return self.truth()[2].float()
 
     def expected_mass(self, page: int) -> Tensor:
         """fp32 [B, K, S // page]: the softmax weights of all queries of a kv head, summed."""
-        weights = self.scores().softmax(-1).nan_to_num(0.0)  # a query that reads nothing has no weights
-        mass = weights.unflatten(1, (self.k.shape[1], -1)).sum((2, 3))  # [B, K, S]
-        n_pages = self.n_keys // page
-        return mass[..., : n_pages * page].unflatten(-1, (n_pages, page)).sum(-1).float()
+        return page_sums(self.truth()[1], page).float()
+
+
+class Listed(Case):
+    """Rows whose windows begin at `windows` and whose last query stands at `ends`; each kv head has a list of its own.
+
+    The list takes about half of the pages that begin before the window, if it has room, in any order and with gaps
+    of -1. Entries that no query of their row and head reads are NaN.
+    """
+
+    def __init__(
+        self, windows: Sequence[int], ends: Sequence[int], *, page: int = 16, n_listed: int = 128, width: int = 40,
+        n_kv: int = 2, n_keys: int = 320, list_dtype: torch.dtype = torch.int64, **shape: Any,
+    ) -> None:  # fmt: skip
+        self.window_start, self.page, self.width = torch.tensor(windows), page, width
+        generator, n_rows = torch.Generator().manual_seed(0), len(windows)
+        runs = torch.full((n_rows, n_kv, n_listed // page), -1)
+        for row, window in enumerate(windows):
+            for head in range(n_kv):
+                n_pages = -(-window // page)
+                pages = torch.randperm(n_pages, generator=generator)[: min(runs.shape[-1], n_pages // 2 + 1)]
+                runs[row, head, torch.randperm(runs.shape[-1], generator=generator)[: len(pages)]] = pages
+        entries = runs[..., None] * page + torch.arange(page)
+        self.kv_indices = torch.where(runs[..., None] >= 0, entries, -1).flatten(-2).to(list_dtype)  # [B, K, C]
+        super().__init__(ends, n_kv=n_kv, n_keys=n_keys, **shape)
+
+    def forget(self, what: float) -> None:
+        """Overwrite what nobody reads."""
+        unread = ~self.seen().any(2)  # [B, K, S]
+        for entries in self.spoilt:
+            lost = unread.view(unread.shape + (1,) * (entries.dim() - 3))
+            entries.masked_fill_(lost, what)
+
+    def seen(self) -> Tensor:
+        """What each query reads: bool [B, K, T, S]."""
+        n_positions = self.k.shape[2]
+        place = torch.arange(n_positions)
+        listed = torch.zeros(*self.kv_indices.shape[:2], n_positions + 1, dtype=torch.bool)
+        listed.scatter_(2, torch.where(self.kv_indices >= 0, self.kv_indices, n_positions).long(), True)
+        start = self.window_start[:, None]  # [B, 1]
+        in_window = (place >= start) & (place < start + self.width)  # [B, S]
+        may = (listed[..., :-1] & (place < start)[:, None]) | in_window[:, None]  # [B, K, S]
+        return may[:, :, None] & ((place <= self.pos[..., None]) & (self.pos < self.n_keys)[..., None])[:, None]
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """fp64 attention [B, N, T, H], and what the same weights make of |v|."""
+        k, v = self.meant
+        exact, size = attention(self.q.double(), k, torch.cat([v, v.abs()], -1), self.seen())[0].chunk(2, -1)
+        return exact, size
+
+
+def each(*what: object, **shape: Any) -> Iterator[Any]:
+    """Parameters `what`, and a shape for each pair of values of those that are lists, at most two.
+
+    The ordinary run has each value of both, the slow one all pairs. "group n_tokens" has tuples for values.
+    """
+    varied = {names: values for names, values in shape.items() if isinstance(values, list)}
+    first, second = [*varied.values(), [None], [None]][:2]
+    same = {name: value for name, value in shape.items() if name not in varied}
+    for (i, a), (j, b) in itertools.product(enumerate(first), enumerate(second)):
+        own = dict(same)
+        for names, value in zip(varied, (a, b), strict=False):
+            own.update(zip(names.split(), value if " " in names else (value,), strict=True))
+        marks = () if i % len(second) == j % len(first) else pytest.mark.slow
+        yield pytest.param(*what, own, marks=marks)
 
 
 def assert_close(got: Tensor, expected: tuple[Tensor, Tensor]) -> None:

@@ -30,13 +30,26 @@ def as_on_cuda(patch: pytest.MonkeyPatch) -> None:
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     """Attention in fp64: q [B, N, T, H]; k, v [B, K, S, H]; pos [B, T] -> fp64 [B, N, T, H]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))  # [B, N, S, H]
-    scores = q.double() @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # [B, N, T, S]
-    seen = (torch.arange(k.shape[2]) <= pos[..., None])[:, None]  # [B, 1, T, S]
-    p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    out: Tensor = p @ v.masked_fill(~seen.any(2).unsqueeze(-1), 0.0)
-    return out
+    return attention(q.double(), k, v, seen_by(pos, k.shape[2]))[0]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The output [B, N, T, H], weights [B, K, G, T, M] and lse [B, N, T] over entries k, v [B, K, M, H], in q's dtype.
+
+    seen: which entries a query reads, bool [B, K or 1, T, M]; of one that reads none all is 0, and its lse is -inf.
+    """
+    scores = torch.einsum("bkgth,bkmh->bkgtm", q.unflatten(1, (k.shape[1], -1)), k.to(q.dtype)) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~seen[:, :, None], float("-inf"))
+    lse = scores.logsumexp(-1)  # [B, K, G, T]
+    weights = torch.where(seen[:, :, None], (scores - lse[..., None]).exp(), 0.0)  # [B, K, G, T, M]
+    values = torch.where(seen.any(2)[..., None], v.to(q.dtype), 0.0)  # unread entries may be NaN
+    out = torch.einsum("bkgtm,bkmh->btkgh", weights, values).flatten(2, 3)  # [B, T, N, H]
+    return out.transpose(1, 2), weights, lse.flatten(1, 2)
+
+
+def seen_by(pos: Tensor, n_keys: int) -> Tensor:
+    """Which of n_keys entries queries at pos [B, T] read; those past all of them none: bool [B, 1, T, n_keys]."""
+    return ((torch.arange(n_keys) <= pos[..., None]) & (pos < n_keys)[..., None])[:, None]
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -53,23 +66,30 @@ def layer_of(
 
 
 def decode_attention(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, split: int) -> Tensor:
-    return weighed(q, *meant_by(layer, pos), pos, n_keys)[0]
+    return dense(q, layer, pos, n_keys)[0]
 
 
 def decode_attention_with_mass(
     q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, split: int, page: int
 ) -> tuple[Tensor, Tensor]:
-    out, weights, _ = weighed(q, *meant_by(layer, pos), pos, n_keys)
-    return out, page_sums(weights.sum((2, 3)), page)
+    out, weights, _ = dense(q, layer, pos, n_keys)
+    return out, page_sums(weights, page)
 
 
 def prefill_attention(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int) -> Tensor:
-    return weighed(q, *meant_by(layer, pos), pos, n_keys)[0]
+    return dense(q, layer, pos, n_keys)[0]
 
 
 def prefill_attention_with_lse(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
-    out, _, lse = weighed(q, *meant_by(layer, pos), pos, n_keys)
+    out, _, lse = dense(q, layer, pos, n_keys)
     return out, lse
+
+
+def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The output in q's dtype, fp32 weights [B, K, G, T, n_keys], fp32 lse [B, N, T]."""
+    k, v = (x[:, :, :n_keys] for x in meant_by(layer, pos))
+    out, weights, lse = attention(q.float(), k, v, seen_by(pos, n_keys))
+    return out.to(q.dtype), weights, lse
 
 
 def meant_by(layer: CacheLayer, pos: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -99,34 +119,15 @@ def meant(
 
 
 def key_mass(q: Tensor, layer: CacheLayer, lse: Tensor, pos: Tensor, n_keys: int, page: int) -> Tensor:
-    scores, seen = scores_of(q, meant_by(layer, pos)[0], pos, n_keys)
-    weights = (scores - lse.unflatten(1, (layer.k.shape[1], -1))[..., None]).exp()  # [B, K, G, T, n_keys]
-    return page_sums(torch.where(seen, weights, 0.0).sum((2, 3)), page)
+    _, weights, own = dense(q, layer, pos, n_keys)
+    scaled = (own - lse).nan_to_num(0.0).exp().unflatten(1, (layer.k.shape[1], -1))  # [B, K, G, T]
+    return page_sums(weights * scaled[..., None], page)
 
 
-def weighed(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The output [B, N, T, H], fp32 weights [B, K, G, T, n_keys], fp32 lse [B, N, T]."""
-    scores, seen = scores_of(q, k, pos, n_keys)
-    lse = torch.where(seen, scores, float("-inf")).logsumexp(-1)  # [B, K, G, T]
-    weights = torch.where(seen, (scores - lse[..., None]).exp(), 0.0)  # [B, K, G, T, n_keys]
-    read = seen.any(3).squeeze(2)[..., None]  # [B, 1, n_keys, 1]
-    values = torch.where(read, v[:, :, :n_keys].float(), 0.0)  # unread entries may be NaN
-    out = torch.einsum("bkgts,bksh->btkgh", weights, values).flatten(2, 3)  # [B, T, N, H]
-    return out.to(q.dtype).contiguous().transpose(1, 2), weights, lse.flatten(1, 2)
-
-
-def scores_of(q: Tensor, k: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
-    """Scores fp32 [B, K, G, T, n_keys], and which of them count: bool [B, 1, 1, T, n_keys]."""
-    grouped = q.unflatten(1, (k.shape[1], -1)).float()  # [B, K, G, T, H]
-    scores = torch.einsum("bkgth,bksh->bkgts", grouped, k[:, :, :n_keys].float()) * q.shape[-1] ** -0.5
-    seen = (torch.arange(n_keys) <= pos[..., None]) & (pos < n_keys)[..., None]  # [B, T, n_keys]
-    return scores, seen[:, None, None]
-
-
-def page_sums(mass: Tensor, page: int) -> Tensor:
-    """Sums over whole pages: [B, K, n_keys] -> [B, K, n_keys // page]."""
-    n_pages = mass.shape[-1] // page
-    return mass[..., : n_pages * page].unflatten(-1, (n_pages, page)).sum(-1)
+def page_sums(weights: Tensor, page: int) -> Tensor:
+    """Sums of the weights of all queries over whole pages: [B, K, G, T, n_keys] -> [B, K, n_keys // page]."""
+    n_pages = weights.shape[-1] // page
+    return weights.sum((2, 3))[..., : n_pages * page].unflatten(-1, (n_pages, page)).sum(-1)
 
 
 def sparse_attention(
@@ -142,16 +143,9 @@ def sparse_attention(
     index = torch.cat([listed, window[:, None].expand(-1, k.shape[1], -1)], -1)  # [B, K, M]
     limit = torch.where(pos < n_keys, pos, -1)  # [B, T]
     seen = (index[:, :, None] >= 0) & (index[:, :, None] <= limit[:, None, :, None])  # [B, K, T, M]
-    read = seen.any(2)  # [B, K, M], unread entries may be NaN
     where = index.clamp(0, k.shape[2] - 1)[..., None].expand(-1, -1, -1, k.shape[3])  # [B, K, M, H]
-    keys, values = (torch.where(read[..., None], x.float().gather(2, where), 0.0) for x in (k, v))
-    grouped = q.unflatten(1, (k.shape[1], -1)).float()  # [B, K, G, T, H]
-    scores = torch.einsum("bkgth,bkmh->bkgtm", grouped, keys) * q.shape[-1] ** -0.5
-    seen = seen[:, :, None]  # [B, K, 1, T, M]
-    lse = torch.where(seen, scores, float("-inf")).logsumexp(-1, keepdim=True)  # [B, K, G, T, 1]
-    weights = torch.where(seen, (scores - lse).exp(), 0.0)
-    out = torch.einsum("bkgtm,bkmh->btkgh", weights, values).flatten(2, 3)  # [B, T, N, H]
-    return out.to(q.dtype).transpose(1, 2)
+    out, _, _ = attention(q.float(), *(x.gather(2, where) for x in (k, v)), seen)
+    return out.to(q.dtype)
 
 
 # ---- selection ------------------------------------------------------------------------------------------------------

@@ -46,6 +46,23 @@ def expected(scores: Tensor, top_k: Sequence[int], top_p: Sequence[str]) -> list
     return [kept(*row) for row in zip(scores.tolist(), top_k, top_p, strict=True)]
 
 
+def paired(scores: Tensor, top_p: Sequence[str]) -> tuple[Tensor, list[int], list[str]]:
+    """Each row [V] with each of several top_k and of these top_p."""
+    n = scores.shape[1]
+    ks = {1, 2, n // 3, n - 1, n} & set(range(1, n + 1))
+    pairs = [(k, p) for k in sorted(ks) for p in top_p]
+    each = scores.repeat_interleave(len(pairs), 0)
+    return each, [k for k, _ in pairs] * len(scores), [p for _, p in pairs] * len(scores)
+
+
+def full_of_ties(n_rows: int, n_vocab: int) -> tuple[Tensor, list[int], list[str]]:
+    """Rows of few values, and a top_k and a top_p for each."""
+    scores = torch.randint(0, 4, (n_rows, n_vocab)) * -0.7
+    top_k = torch.randint(1, n_vocab + 1, (n_rows,)).tolist()
+    top_p = [f"0.{i:02}" for i in torch.randint(1, 100, (n_rows,)).tolist()]
+    return scores - scores.amax(-1, keepdim=True), top_k, top_p
+
+
 def rows_of_every_kind(n: int) -> Tensor:
     """Scores [12, n], the best of each 0."""
     normal, pick = torch.randn(n), torch.rand(n)

@@ -8,6 +8,7 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -15,29 +16,21 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd import SamplingParams
-from gpt_fast_sd.fast import (  # fmt: skip
-    dequantize_blocks,
-    int4_by_sums,
-    int8_linear,
-    pack,
-    pack_int4,
-    quantize_blocks,
-    quantize_rows,
-    sets_of_this_kind,
-)
+from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
 from gpt_fast_sd.fast.cpu import build as cpu_build
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
 from gpt_fast_sd.fast.cpu import prebuild as beforehand
 from gpt_fast_sd.fast.cpu import round as cpu_round
 from gpt_fast_sd.fast.cpu import sampling as cpu_sampling
-from gpt_fast_sd.sampling import SamplingTable, draw, probabilities
-from tests.gpt_fast_sd.fast.references import attend_reference
-from tests.gpt_fast_sd.fast.test_cpu_any import BF16, FP16, FP32, ROUNDING, noise, quantized
+from gpt_fast_sd.sampling import draw, probabilities
+from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32
+from tests.gpt_fast_sd.fast.test_cpu import Case
+from tests.gpt_fast_sd.fast.test_cpu_any import check_products, is_close, noise
+from tests.helpers import form_of, table_of
 
 COMPILER, EMULATOR, OWN_COMPILER = (shutil.which(name) for name in ("aarch64-linux-gnu-g++", "qemu-aarch64", "g++"))
 LEAST, WITH_DOTS = "-march=armv8-a", "-march=armv8.2-a+dotprod"  # the least CPU that has NEON; dot products of bytes
@@ -51,7 +44,7 @@ def program(source: Path, head_dim: int, to: Path, kind: str = LEAST) -> Path:
     """The kernel with a program around it."""
     compiler = OWN_COMPILER if kind == HERE else COMPILER
     assert compiler
-    plain = next(iter(sets_of_this_kind().values()))
+    plain = next(iter(kernels.sets_of_this_kind().values()))
     named = {cpu_sampling.SOURCE: "#define SAMPLES\n", cpu_round.SOURCE: "#define DRAWS\n"}.get(source, "")
     code = named + cpu_build.text(source, head_dim, plain) + Path(__file__).with_name("on_arm.cpp").read_text()
     flags = *kind.split(), *(["-static"] if compiler == COMPILER else [])
@@ -74,31 +67,21 @@ def run(built: Path, sizes: list[int], arrays: list[Tensor | None], kind: str = 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
 def test_attention_is_that_of_fp64(head_dim: int, tmp_path: Path) -> None:
     built = program(cpu.ANY, head_dim, tmp_path / "attend")
-    n_tokens, n_keys = 2, 2112
-    pos = torch.tensor([5, 2070])[:, None] + torch.arange(n_tokens)
-    for dtype in (FP32, FP16, BF16):
-        q = noise(2, 4, n_tokens, head_dim, seed=1).to(dtype)
-        wide = [noise(2, 2, n_keys, head_dim, seed=seed).to(dtype) for seed in (2, 3)]
-        for kind in (dtype, torch.int8):
-            scales: list[Tensor | None] = [None, None]
-            keys = wide
-            if kind == torch.int8:
-                keys, scales = map(list, zip(*map(quantized, wide), strict=True))  # type: ignore[assignment]
-            meant = [x if s is None else x.double() * s.double()[..., None] for x, s in zip(keys, scales, strict=True)]
-            exact, size = (attend_reference(q, meant[0], v, pos) for v in (meant[1], meant[1].abs()))
-            listed = torch.arange(n_keys).expand(2, 2, -1)
-            for index in (None, listed):
-                sizes = [
-                    q.numel() * q.element_size(), 0 if index is not None else 2 * 2 * n_keys // 16 * 4, 2, 2, 2,
-                    n_tokens, n_keys, n_keys, *q.stride()[:3], *keys[0].stride()[:2], *([2 * n_keys, n_keys]),
-                    0, cpu.DTYPES[dtype], cpu.DTYPES[kind],
-                ]  # fmt: skip
-                said = run(built, sizes, [q, *keys, *scales, None, None, pos, index])
-                got = torch.frombuffer(bytearray(said[: sizes[0]]), dtype=dtype).view(q.shape)
-                assert ((got.double() - exact).abs() <= 1.05 * ROUNDING[dtype] * size + 1e-6).all()
-                if index is None:
-                    mass = torch.frombuffer(bytearray(said[sizes[0] :]), dtype=FP32).view(2, 2, -1)
-                    torch.testing.assert_close(mass.sum(-1), torch.full((2, 2), 4.0), rtol=1e-5, atol=0.0)
+    for dtype, form in itertools.product((FP32, FP16, BF16), ("own", "int8")):
+        case = Case([6, 2071], form=form_of(dtype).name if form == "own" else form, dtype=dtype, n_tokens=2,
+                    head_dim=head_dim, n_keys=2112, whole=False)  # fmt: skip
+        q, layer, scales = case.q.contiguous(), case.layer(), (case.k_scale, case.v_scale)
+        of_scales = [0, 0] if scales[0] is None else scales[0].stride()[:2]
+        for index in (None, case.seen()):
+            sizes = [
+                q.nbytes, 0 if index is not None else 2 * 2 * 2112 // 16 * 4, 2, 2, 2, 2, 2112, 2112, *q.stride()[:3],
+                *layer.k.stride()[:2], *of_scales, 0, cpu.DTYPES[dtype], cpu.DTYPES[layer.k.dtype],
+            ]  # fmt: skip
+            said = run(built, sizes, [q, layer.k, layer.v, *scales, None, None, case.pos, index])
+            assert is_close(torch.frombuffer(bytearray(said[: sizes[0]]), dtype=dtype).view(q.shape), case)
+            if index is None:
+                mass = torch.frombuffer(bytearray(said[sizes[0] :]), dtype=FP32).view(2, 2, -1)
+                torch.testing.assert_close(mass.sum(-1), torch.full((2, 2), 4.0), rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize(
@@ -106,41 +89,23 @@ def test_attention_is_that_of_fp64(head_dim: int, tmp_path: Path) -> None:
 )
 def test_products_are_their_references(kind: str, tmp_path: Path) -> None:
     built, n_in, n_out = program(cpu_linear.ANY, 0, tmp_path / "multiply", kind), 576, 96
-    weight, bias = (noise(n_out, n_in, seed=1) * 0.05).to(BF16), noise(n_out, seed=2).to(BF16)
-    integers, scale = quantize_rows(weight)
-    held = quantize_blocks(weight)
-    lanes, summed = pack_int4(held), pack_int4(held, by_sums=True)
 
     def product(x: Tensor, *weights: Tensor | None, gated: bool = False, by_sums: bool = False) -> Tensor:
         width = n_out // 2 if gated else n_out
         sizes = [2 * len(x) * width, 0, len(x), n_in, n_out, n_in, gated, by_sums]
         return torch.frombuffer(bytearray(run(built, sizes, [x, *weights], kind)), dtype=BF16).view(len(x), width)
 
-    for n_rows in (1, 3, 8, 50):
-        x = noise(n_rows, n_in, seed=n_rows).to(BF16)
-        got = product(x, pack(weight), None, None, bias)
-        expected = F.linear(x.double(), weight.double(), bias.double())
-        torch.testing.assert_close(got.double(), expected, rtol=2.0**-8, atol=1e-5)
-        assert product(x[-1:], pack(weight), None, None, bias).equal(got[-1:])
-        assert product(x, pack(integers), None, scale, bias).equal(int8_linear(x, integers, scale, bias))
-        unpacked = product(x, pack(dequantize_blocks(held, BF16)), None, None, bias)
-        assert product(x, lanes.numbers, lanes.blocks, held.power, bias).equal(unpacked)
-        got = product(x, summed.numbers, summed.blocks, held.power, bias, by_sums=True)
-        assert got.equal(int4_by_sums(x, held, bias))
-        gate, up = F.linear(x.double(), weight.double()).unflatten(-1, (-1, 2)).unbind(-1)
-        got = product(x, pack(weight), None, None, None, gated=True)
-        torch.testing.assert_close(got.double(), F.silu(gate) * up, rtol=2.0**-8, atol=1e-5)
+    check_products(product, n_in, (1, 3, 8, 50))
 
 
 @pytest.mark.slow
 @needs_both
 def test_what_is_drawn_is_what_tensors_keep_and_draw(tmp_path: Path) -> None:
     built, n_vocab = program(cpu_sampling.SOURCE, 0, tmp_path / "sample"), 9001
-    filters = [(n_vocab, 1.0, 0.0), (50, 1.0, 0.0), (n_vocab, 0.9, 0.0), (n_vocab, 1.0, 0.05), (3000, 0.97, 0.01)]
+    filters = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 3000, "top_p": 0.97, "min_p": 0.01}]
     n, u = len(filters), torch.arange(5) / 5 + 0.05
-    logits, held = noise(n, n_vocab, seed=1) * 3, SamplingTable.empty(n, n_vocab, torch.device("cpu"))
-    for slot, (top_k, top_p, min_p) in enumerate(filters):
-        held.assign(slot, SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p), slot, n_vocab)
+    logits = noise(n, n_vocab, seed=1) * 3
+    held = table_of([SamplingParams(temperature=0.8, **one) for one in filters], n_vocab)  # type: ignore[arg-type]
     expected = probabilities(logits, held)
     least = held.min_p.log()
     said = run(built, [4 * n * n_vocab, 0, n, n_vocab], [logits, held.temperature, held.top_k, held.top_p, least])
@@ -156,7 +121,7 @@ def test_what_is_drawn_is_what_tensors_keep_and_draw(tmp_path: Path) -> None:
 def test_all_layers_of_a_step_compile(tmp_path: Path) -> None:
     """They are not run: they call the kernels above, which a program of the emulator would have to load."""
     assert COMPILER
-    plain = next(iter(sets_of_this_kind().values()))
+    plain = next(iter(kernels.sets_of_this_kind().values()))
     command = [COMPILER, *beforehand.FLAGS, "-Werror", "-Wall", "-fopenmp", "-march=armv8-a", "-x", "c++", "-c", "-"]
     code = cpu_build.text(cpu_linear.LAYERS, 0, plain)
     done = subprocess.run([*command, "-o", str(tmp_path / "layers.o")], input=code, text=True, capture_output=True)

@@ -1,26 +1,31 @@
-"""The CPU's distributions, with each instruction set, against plain Python and the operations they replace.
+"""The CPU's distributions, and what a round draws, keeps and commits in C++, with each instruction set.
 
-Shapes: B rows, V vocabulary.
+Against plain Python and the operations of PyTorch that they replace, rounds bit for bit.
+
+Shapes: B rows, V vocabulary, gamma drafts per row.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from gpt_fast_sd import SamplingParams, sampling
-from gpt_fast_sd.fast import cpu_distributions, cpu_draw, cpu_sampling_fits, likeliest
-from gpt_fast_sd.fast.cpu import instruction_sets as cpu_sets
-from gpt_fast_sd.fast.cpu import sampling as kernel
+from gpt_fast_sd import fast as kernels
+from gpt_fast_sd.acceptance import AcceptResult
+from gpt_fast_sd.bodies import CORE, Bodies
+from gpt_fast_sd.draft import Draft
 from gpt_fast_sd.fast.cpu import stand_ins
-from gpt_fast_sd.sampling import SamplingTable
-from tests.gpt_fast_sd.fast.rows import expected, rows_of_every_kind
-from tests.gpt_fast_sd.fast.test_cpu import forced
-from tests.helpers import few
+from gpt_fast_sd.round import accept_step
+from gpt_fast_sd.sampling import GREEDY, Kind
+from gpt_fast_sd.state import BatchState
+from tests.gpt_fast_sd.fast.rows import expected, full_of_ties, paired, rows_of_every_kind
+from tests.gpt_fast_sd.fast.test_cpu_any import instructions  # noqa: F401  a fixture
+from tests.helpers import few, table_of
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
@@ -40,37 +45,17 @@ FILTERS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[one for one in cpu_sets.SETS if not one.own], ids=lambda one: one.name)
-def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not request.param.has():
-        pytest.skip(f"no {request.param.name} here")
-    with forced(request.param.name):
-        if not kernel.available():
-            pytest.skip("no compiler here builds the kernel")
-        yield
-
-
 def spread(logits: Tensor, top_k: list[int], top_p: list[float], *, min_p: float = 0.0, by: float = 1.0) -> Tensor:
     """The kernel's distributions of rows [B, V] at one temperature."""
     n = len(logits)
     filters = torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64)
-    return cpu_distributions(logits, torch.full((n,), by), *filters, torch.full((n,), min_p, dtype=torch.float64).log())
-
-
-def table(params: SamplingParams, n_rows: int, n_vocab: int) -> SamplingTable:
-    made = SamplingTable.empty(n_rows, n_vocab, torch.device("cpu"))
-    for slot in range(n_rows):
-        made.assign(slot, params, slot, n_vocab)
-    return made
+    least = torch.full((n,), min_p, dtype=torch.float64).log()
+    return kernels.cpu_distributions(logits, torch.full((n,), by), *filters, least)
 
 
 @pytest.mark.parametrize("n_vocab", few([1, 2, 15, 17, 100, 300, 529], [2, 17, 300]))
 def test_kept_is_what_plain_python_keeps(n_vocab: int) -> None:
-    scores = rows_of_every_kind(n_vocab)
-    ks = {1, 2, n_vocab // 3, n_vocab - 1, n_vocab} & set(range(1, n_vocab + 1))
-    pairs = [(k, p) for k in sorted(ks) for p in ("1e-12", "0.1", "0.5", "0.73", "0.9", "0.999", "1")]
-    each = scores.repeat_interleave(len(pairs), 0)
-    top_k, top_p = [k for k, _ in pairs] * len(scores), [p for _, p in pairs] * len(scores)
+    each, top_k, top_p = paired(rows_of_every_kind(n_vocab), ("1e-12", "0.1", "0.5", "0.73", "0.9", "0.999", "1"))
     p = spread(each, top_k, [float(x) for x in top_p])
     # a token that weighs less than fp32 can hold is kept with a share of 0
     for share, kept, row in zip(p, expected(each, top_k, top_p), each, strict=True):
@@ -82,11 +67,7 @@ def test_kept_is_what_plain_python_keeps(n_vocab: int) -> None:
 
 
 def test_ties_are_cut_as_plain_python_cuts_them() -> None:
-    n_rows, n_vocab = 2000, 37
-    scores = torch.randint(0, 4, (n_rows, n_vocab)) * -0.7
-    scores -= scores.amax(-1, keepdim=True)
-    top_k = torch.randint(1, n_vocab + 1, (n_rows,)).tolist()
-    top_p = [f"0.{i:02}" for i in torch.randint(1, 100, (n_rows,)).tolist()]
+    scores, top_k, top_p = full_of_ties(2000, 37)
     p = spread(scores, top_k, [float(x) for x in top_p])
     assert [row.nonzero()[:, 0].tolist() for row in p] == expected(scores, top_k, top_p)
 
@@ -94,21 +75,21 @@ def test_ties_are_cut_as_plain_python_cuts_them() -> None:
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_a_large_vocabulary_is_cut_as_the_search_cuts_it(params: dict[str, float]) -> None:
     logits = torch.cat([rows_of_every_kind(LARGE), torch.randn(4, LARGE) * 2.5, torch.randn(2, LARGE).bfloat16()])
-    held = table(SamplingParams(temperature=0.8, **params), len(logits), LARGE)  # type: ignore[arg-type]
+    held = table_of([SamplingParams(temperature=0.8, **params)] * len(logits), LARGE)  # type: ignore[arg-type]
     p = stand_ins.probabilities(logits, held)
     scores = (logits - logits.amax(-1, keepdim=True)) / 0.8
-    cut, last = (x[:, None] for x in likeliest(scores, held.top_k, held.top_p))
+    cut, last = (x[:, None] for x in kernels.likeliest(scores, held.top_k, held.top_p))
     kept = (scores > cut) | ((scores == cut) & (torch.arange(LARGE) <= last))
     kept &= scores >= held.min_p.log()[:, None]
     truth = scores.double().masked_fill(~kept, -math.inf).softmax(-1)
-    assert cpu_sampling_fits(logits) and not p[~kept].any()
+    assert kernels.cpu_sampling_fits(logits) and not p[~kept].any()
     torch.testing.assert_close(p.double(), truth, rtol=4e-7, atol=1e-37)
 
 
 def test_a_temperature_near_0_and_greedy_rows_among_others_are_one_hot_at_the_best_token() -> None:
     logits = torch.randn(3, LARGE)
     logits[:, [77, 40_000]] = 9.0
-    held = table(SamplingParams(temperature=1e-30, top_p=0.5), 3, LARGE)
+    held = table_of([SamplingParams(temperature=1e-30, top_p=0.5)] * 3, LARGE)
     held.temperature[1] = 0.0
     p = sampling.probabilities(logits, held)
     assert p[1].nonzero().tolist() == p[0].nonzero().tolist() == [[77]]  # ties go to the lowest id
@@ -118,18 +99,15 @@ def test_a_temperature_near_0_and_greedy_rows_among_others_are_one_hot_at_the_be
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_depends_neither_on_its_batch_nor_on_threads_to_the_last_bit(threads: int) -> None:
-    logits, n = torch.randn(9, LARGE) * 3, torch.get_num_threads()
+    logits = torch.randn(9, LARGE) * 3
     top_k, top_p = [LARGE, 50, LARGE] * 3, [0.95, 1.0, 1.0] * 3
     u = torch.rand(9)
     torch.set_num_threads(threads)
-    try:
-        together = spread(logits, top_k, top_p, by=0.8)
-        tokens = cpu_draw(together, u)
-    finally:
-        torch.set_num_threads(n)
+    together = spread(logits, top_k, top_p, by=0.8)
+    tokens = kernels.cpu_draw(together, u)
     for i in range(9):
         alone = spread(logits[i : i + 1], top_k[i : i + 1], top_p[i : i + 1], by=0.8)
-        assert alone[0].equal(together[i]) and cpu_draw(alone, u[i : i + 1]) == tokens[i]
+        assert alone[0].equal(together[i]) and kernels.cpu_draw(alone, u[i : i + 1]) == tokens[i]
 
 
 def test_a_row_that_holds_nan_is_nan_and_alone_in_it() -> None:
@@ -140,9 +118,166 @@ def test_a_row_that_holds_nan_is_nan_and_alone_in_it() -> None:
         p = spread(logits, [top_k] * 3, [top_p] * 3)
         assert p[[0, 2]].isnan().any(-1).all()
         assert p[1].equal(spread(fine, [top_k] * 3, [top_p] * 3)[1])
-        assert ((cpu_draw(p, torch.rand(3)) >= 0) & (cpu_draw(p, torch.rand(3)) < LARGE)).all()
+        assert ((kernels.cpu_draw(p, torch.rand(3)) >= 0) & (kernels.cpu_draw(p, torch.rand(3)) < LARGE)).all()
 
 
 def test_a_small_vocabulary_needs_no_compiler() -> None:
-    assert not cpu_sampling_fits(torch.zeros(8, 4096)) and cpu_sampling_fits(torch.zeros(1, LARGE))
-    assert not cpu_sampling_fits(torch.zeros(8, LARGE, device="meta"))
+    assert not kernels.cpu_sampling_fits(torch.zeros(8, 4096)) and kernels.cpu_sampling_fits(torch.zeros(1, LARGE))
+    assert not kernels.cpu_sampling_fits(torch.zeros(8, LARGE, device="meta"))
+
+
+# ---- rounds ----------------------------------------------------------------------------------------------------------
+
+HISTORY, EOS = 40, (2, 5)
+VOCABULARIES = [1, 7, 255, 256, 257, 4096, 5003]
+
+IN_CPP = ("draw", "uniform", "verify_greedy", "judge_sampled", "commit")
+CPP = Bodies(**{name: getattr(stand_ins, name) for name in IN_CPP})
+
+
+def states(n_rows: int, gamma: int, n_vocab: int, seed: int) -> tuple[BatchState, BatchState]:
+    """The same rows in the middle of their texts, some done, some near their end: for kernels, and for PyTorch."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def whole(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=rng))
+
+    state = BatchState.idle(torch.zeros(n_rows, dtype=torch.int64), HISTORY, n_vocab, EOS[: whole(0, 2)], bodies=CPP)
+    for slot in range(n_rows):
+        prompt = torch.randint(n_vocab, (whole(1, HISTORY - gamma - 2),), generator=rng).tolist()
+        params = SamplingParams(max_tokens=whole(1, gamma + 3), ignore_eos=slot % 3 == 1, temperature=slot % 4 / 2)
+        state.assign(slot, prompt, params, seed=whole(-(2**40), 2**40))
+        if slot % 5 == 3:
+            state.free(slot)
+    fields = [(f.name, getattr(state, f.name)) for f in dataclasses.fields(state)]
+    copies = {name: x.clone() for name, x in fields if isinstance(x, Tensor)}
+    return state, dataclasses.replace(state, bodies=CORE, **copies)
+
+
+def draft_of(state: BatchState, gamma: int, *, drawn: bool, logits: Tensor, seed: int) -> Draft:
+    """Drafts of which many stay: some rows fewer than gamma, where drawn with a q that is not far from p."""
+    rng = torch.Generator().manual_seed(seed)
+    n_rows, n_vocab = len(state.pending), state.vocab_size
+    tokens = logits[:, :gamma].argmax(-1)
+    other = torch.randint(n_vocab, tokens.shape, generator=rng)
+    tokens = torch.where(torch.rand(n_rows, gamma, generator=rng) < 0.7, tokens, other)
+    noise = torch.randn(n_rows, gamma, n_vocab, generator=rng)
+    q = (logits[:, :gamma].nan_to_num(0.0, 0.0, 0.0) + noise * 0.3).softmax(-1) if drawn else None
+    count = torch.randint(gamma + 1, (n_rows,), generator=rng) if seed % 2 else torch.full((n_rows,), gamma)
+    who = torch.randint(3, (n_rows, gamma), generator=rng) if seed % 3 == 0 else None
+    return Draft(tokens, q, count, who)
+
+
+def spoiled(logits: Tensor, seed: int) -> Tensor:
+    """Logits with ties, and in some rows NaN and infinities."""
+    if seed % 3 == 1:
+        logits = logits.round()
+    if seed % 4 == 2 and logits.shape[-1] > 3:
+        logits[0, 0, 1::2] = math.nan
+        logits[-1, -1] = logits[2, -1] = math.nan  # rows 1 and 2 sample
+        logits[1, 0, ::3] = math.nan
+        logits[-1, 0, :2] = -math.inf
+    return logits
+
+
+@pytest.mark.parametrize("n_vocab", VOCABULARIES)
+@pytest.mark.parametrize("kind", [GREEDY, Kind(True, False)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("gamma", [0, 1, 4, 16])
+def test_a_round_is_accepted_and_committed_as_by_pytorch(gamma: int, kind: Kind, n_vocab: int) -> None:
+    for seed in range(8):
+        n_rows = 1 + seed * 2
+        ours, theirs = states(n_rows, gamma, n_vocab, seed)
+        logits = spoiled(torch.randn(n_rows, gamma + 1, n_vocab, generator=torch.Generator().manual_seed(seed)), seed)
+        draft = draft_of(ours, gamma, drawn=kind.sampled and seed % 2 == 0, logits=logits, seed=seed)
+        rows = [accept_step(state, kind, logits, draft, None) for state in (ours, theirs)]
+        assert rows[0].equal(rows[1]) and rows[0].shape == (n_rows, 2 * gamma + 5)
+        for name in ("seq_len", "pending", "history", "active", "remaining"):
+            assert getattr(ours, name).equal(getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("n_vocab", [*VOCABULARIES, LARGE])
+def test_the_best_token_is_the_first_of_the_largest_and_nan_is_larger(n_vocab: int) -> None:
+    logits = torch.randn(12, 1, n_vocab).mul(4).round()
+    for row, place in ((1, 0), (2, n_vocab // 2), (3, n_vocab - 1)):
+        logits[row, 0, place:] = math.nan
+    logits[4], logits[5], logits[6, 0, -1], logits[7, 0, 0] = -math.inf, math.nan, math.inf, -math.inf
+    logits[8], logits[9, 0, -1] = 0.0, -0.0
+    logits[8, 0, 0] = -0.0
+    none = torch.zeros(12, 0, dtype=torch.int64)
+    n_accepted, best = kernels.cpu_judge_greedy(logits, none, torch.zeros(12, dtype=torch.int64))
+    assert best.equal(logits[:, 0].argmax(-1)) and not n_accepted.any()
+
+
+def test_a_slice_of_wider_logits_is_judged_as_its_copy() -> None:
+    logits, drafted = torch.randn(3, 9, 300), torch.randint(300, (3, 4))
+    most = torch.tensor([4, 0, 2])
+    drafted[0] = logits[0, :4].argmax(-1)
+    got, expected = (kernels.cpu_judge_greedy(x, drafted, most) for x in (logits[:, :5], logits[:, :5].clone()))
+    assert got[0].equal(expected[0]) and got[1].equal(expected[1])
+    assert got[0].tolist()[:2] == [4, 0]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_is_judged_as_it_is_alone(threads: int) -> None:
+    p, q = torch.randn(6, 4, LARGE).softmax(-1), torch.randn(6, 3, LARGE).softmax(-1)
+    drafted, seed = torch.randint(LARGE, (6, 3)), torch.arange(6)
+    given = p, q, drafted, torch.full((6,), 3), seed, seed * 7
+    torch.set_num_threads(threads)
+    together = kernels.cpu_judge_sampled(*given, accept=2, own=0)
+    for i in range(6):
+        alone = kernels.cpu_judge_sampled(*(x[i : i + 1] for x in given), accept=2, own=0)
+        assert [x.item() for x in alone] == [x[i].item() for x in together]
+
+
+def test_a_row_without_room_for_a_round_is_refused_and_nothing_is_written() -> None:
+    state, before = states(2, 3, 11, 0)
+    state.seq_len[1] = HISTORY - 4
+    result = AcceptResult(torch.tensor([3, 3]), torch.tensor([1, 1]))
+    with pytest.raises(IndexError, match="1 of 2 rows have no room for 4 more tokens"):
+        state.commit(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]), result)
+    assert state.history.equal(before.history) and state.remaining.equal(before.remaining)
+
+
+def test_what_is_on_another_device_is_left_to_pytorch() -> None:
+    assert kernels.cpu_round_serves(torch.device("cpu")) and not kernels.cpu_round_serves(torch.device("meta"))
+
+
+@pytest.mark.parametrize("n_vocab", [1, 16, 255, 256, 257, 5000])
+def test_a_draw_is_the_first_token_where_the_running_sum_exceeds_u(n_vocab: int) -> None:
+    p = torch.rand(200, n_vocab) * (torch.rand(200, n_vocab) < 0.3)
+    p[:, n_vocab // 2] += 0.01  # some token is possible
+    u = torch.rand(200)
+    running = p.double().cumsum(-1)
+    truth = (running <= u.double()[:, None] * running[:, -1:]).sum(-1)
+    assert kernels.cpu_draw(p, u).equal(truth)
+
+
+@pytest.mark.parametrize("n_vocab", [*VOCABULARIES, LARGE])
+@pytest.mark.parametrize("u", [0.0, 0.25, 1 - 2.0**-24])
+def test_where_no_token_is_possible_the_draw_is_pytorch_s(n_vocab: int, u: float) -> None:
+    p = torch.rand(4, n_vocab)
+    p[0], p[1], p[2, -1], p[3, n_vocab // 2] = 0.0, math.nan, math.nan, math.nan
+    drawn = kernels.cpu_draw(p, torch.full((4,), u))
+    assert drawn.equal(sampling.draw(p, torch.full((4,), u)))
+    assert drawn.tolist() == [n_vocab - 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("u", [0.0, 0.25, 1 - 2.0**-24])
+def test_a_token_of_probability_0_is_never_drawn(u: float) -> None:
+    p = torch.zeros(4, LARGE)
+    p[0, 0] = p[1, -1] = p[2, 300] = p[2, 600] = 1.0
+    p[3] = 0.1  # whose sum rounds
+    p[3, -7:] = p[3, :9] = 0.0
+    tokens = kernels.cpu_draw(p, torch.full((4,), u))
+    assert p[torch.arange(4), tokens].all()
+    assert tokens[:2].tolist() == [0, LARGE - 1] and tokens[2] == (300 if u < 0.5 else 600)
+
+
+@pytest.mark.parametrize("stream", range(5))
+def test_random_numbers_have_the_bits_that_tensors_give(stream: int) -> None:
+    seed = torch.cat([torch.tensor([0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63)]), torch.randint(2**62, (93,))])
+    for pos in (torch.arange(100), torch.randint(2**40, (100, 7)), torch.randint(9, (100, 8))[:, :-1]):
+        row = seed if pos.dim() == 1 else seed[:, None]
+        assert kernels.cpu_uniform(seed, pos, stream).equal(sampling.uniform(row, pos, stream))
+    assert kernels.cpu_uniform(seed, torch.zeros(100, 0, dtype=torch.int64), stream).shape == (100, 0)
+    assert kernels.cpu_uniform(seed[:0], torch.zeros(0, 3, dtype=torch.int64), stream).shape == (0, 3)

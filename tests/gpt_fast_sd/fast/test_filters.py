@@ -13,19 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_fast_sd.fast import likeliest
-from tests.gpt_fast_sd.fast.rows import expected, found, rows_of_every_kind
+from tests.gpt_fast_sd.fast.rows import expected, found, full_of_ties, paired, rows_of_every_kind
 
 PS = ["1e-12", "0.1", "0.5", "0.73", "0.9", "0.999", "1"]
 
 
 @pytest.mark.parametrize("n_vocab", [1, 2, 17, 100, 300])
 def test_kept_is_what_plain_python_keeps(n_vocab: int) -> None:
-    scores = rows_of_every_kind(n_vocab)
-    ks = {1, 2, n_vocab // 3, n_vocab - 1, n_vocab} & set(range(1, n_vocab + 1))
-    pairs = [(k, p) for k in sorted(ks) for p in PS]
-    each = scores.repeat_interleave(len(pairs), 0)
-    top_k, top_p = [k for k, _ in pairs] * len(scores), [p for _, p in pairs] * len(scores)
-    assert found(likeliest, each, top_k, top_p) == expected(each, top_k, top_p)
+    rows = paired(rows_of_every_kind(n_vocab), PS)
+    assert found(likeliest, *rows) == expected(*rows)
 
 
 @st.composite
@@ -54,12 +50,8 @@ def test_what_weighs_less_than_the_unit_of_the_sums_moves_no_cut() -> None:
 
 
 def test_thousands_of_short_rows_full_of_ties_are_cut_as_plain_python_cuts_them() -> None:
-    n_rows, n_vocab = 1500, 12
-    scores = torch.randint(0, 4, (n_rows, n_vocab)) * -0.7
-    scores -= scores.amax(-1, keepdim=True)
-    top_k = torch.randint(1, n_vocab + 1, (n_rows,)).tolist()
-    top_p = [f"0.{i:02}" for i in torch.randint(1, 100, (n_rows,)).tolist()]
-    assert found(likeliest, scores, top_k, top_p) == expected(scores, top_k, top_p)
+    rows = full_of_ties(1500, 12)
+    assert found(likeliest, *rows) == expected(*rows)
 
 
 def test_a_row_is_cut_alike_whatever_its_batch() -> None:

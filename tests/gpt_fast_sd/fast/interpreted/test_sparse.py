@@ -7,27 +7,21 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from gpt_fast_sd.fast.triton import sparse as sparse_triton
-from tests.gpt_fast_sd.fast import listed, references
-from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, INT8, NAN, assert_close
+from tests.gpt_fast_sd.fast import references
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, INT8, PLANES, TAIL, Listed, assert_close, each
 from tests.helpers import thinned
 
 ARCH = 90
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and workspaces are full of NaN before a kernel writes them."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(NAN))
-
-
-class Case(listed.Case):
+class Case(Listed):
     """Attended by a body."""
 
     def attend(
@@ -50,33 +44,30 @@ def check(case: Case) -> None:
         assert_close(case.attend(body=body), case.expected())
 
 
-@thinned("page,dtype", [1, 16, 32], DTYPES)
-def test_attention_is_that_of_fp64_for_lists_of_pages_and_of_entries(page: int, dtype: torch.dtype) -> None:
-    check(Case([192, 96], [215, 127], page=page, n_tokens=3, dtype=dtype))
+SEVERAL = {"n_listed": 224, "width": 70}  # chunks, which are merged
+CASES = [
+    *each([192, 96], [215, 127], page=[1, 16, 32], dtype=DTYPES, n_tokens=3),
+    *each([192, 64], [220, 90], dtype=[FP32, FP16], n_kv=1,
+          **{"group n_tokens": [(1, 1), (3, 2), (4, 3), (8, 5), (8, 17)]}),
+    *each([192], [215], head_dim=[8, 96, 128, 256], dtype=DTYPES),
+    *each([256, 128, 16], [300, 150, 20], page=[1, 16], dtype=DTYPES, n_tokens=2, **SEVERAL),
+    # a list has no more chunks than the merge reads, however long it is
+    *each([1216], [1259], n_listed=1024, width=64, n_kv=1, n_keys=1280, page=32),
+    # either may stand alone, and a list may be of int32
+    *each([192, 96], [191, 95], width=0),
+    *each([192, 96], [215, 127], n_listed=[128, 0], list_dtype=torch.int32),
+    # bytes, of which a scale is a NaN, too, and planes of them, in one chunk and in several
+    *(case for dtype, page in ((BF16, 16), (FP16, 1), (FP32, 16))
+      for case in each([192], [220], page=page, n_listed=160, width=40, dtype=dtype, held=INT8)),
+    *(case for width, n_listed in ((16, 48), (40, 160)) for case in each(
+        [192, 40], [220, 52], tail=[TAIL, 0], held=PLANES, n_listed=n_listed, width=width, n_tokens=2,
+        **{"dtype head_dim page": [(BF16, 64, 16), (FP16, 128, 1), (FP32, 96, 16)]})),
+]  # fmt: skip
 
 
-@thinned("asked,dtype", [(1, 1), (3, 2), (4, 3), (8, 5), (8, 17)], [FP32, FP16])
-def test_any_number_of_queries_may_ask(asked: tuple[int, int], dtype: torch.dtype) -> None:
-    group, n_tokens = asked
-    check(Case([192, 64], [220, 90], n_kv=1, group=group, n_tokens=n_tokens, dtype=dtype))
-
-
-@thinned("head_dim,dtype", [8, 96, 128, 256], DTYPES)
-def test_heads_may_have_any_dim(head_dim: int, dtype: torch.dtype) -> None:
-    check(Case([192], [215], head_dim=head_dim, dtype=dtype))
-
-
-@thinned("page,dtype", [1, 16], DTYPES)
-def test_lists_of_several_chunks_are_merged(page: int, dtype: torch.dtype) -> None:
-    case = Case([256, 128, 16], [300, 150, 20], page=page, n_listed=224, width=70, n_tokens=2, dtype=dtype)
-    n_entries = case.kv_indices.shape[2] + case.width
-    assert n_entries > 2 * sparse_triton.chunk_for(n_entries)
-    check(case)
-
-
-@pytest.mark.parametrize(("dtype", "page"), [(BF16, 16), (FP16, 1), (FP32, 16)])
-def test_entries_may_be_int8_with_scales(dtype: torch.dtype, page: int) -> None:
-    check(Case([192], [220], page=page, n_listed=160, width=40, dtype=dtype, held=INT8))  # its scale is a NaN, too
+@pytest.mark.parametrize(("windows", "ends", "shape"), CASES)
+def test_attention_is_that_of_fp64(windows: list[int], ends: list[int], shape: dict[str, Any]) -> None:
+    check(Case(windows, ends, **shape))
 
 
 def test_a_row_of_int8_gives_the_same_bits_alone_and_in_a_batch() -> None:
@@ -88,7 +79,7 @@ def test_a_long_list_has_no_more_chunks_than_the_merge_reads() -> None:
     for n_entries in (1, 192, 193, 1024, 1025, 2560, 2561, 4138, 8192, 8193, 100_000):
         chunk = sparse_triton.chunk_for(n_entries)
         assert chunk % 64 == 0 and -(-n_entries // chunk) <= sparse_triton.MOST_CHUNKS
-    check(Case([1216], [1259], n_listed=1024, width=64, n_kv=1, n_keys=1280, page=32))
+    assert 2 * sparse_triton.chunk_for(224 + 70) < 224 + 70
 
 
 @thinned("sizes,page", [(128, 40), (224, 70)], [1, 16])
@@ -110,17 +101,6 @@ def test_a_query_that_reads_nothing_gives_0(n_listed: int, width: int) -> None:
     for body in (interpreted, references.sparse_attention):
         out = case.attend(body=body)
         assert out[0, :, 0].ne(0).all() and out[0, :, 1].eq(0).all() and out[1:].eq(0).all()
-
-
-def test_a_list_may_be_of_int32_and_a_window_may_stand_alone() -> None:
-    case = Case([192, 96], [215, 127], list_dtype=torch.int32)
-    check(case)
-    case.kv_indices = case.kv_indices[..., :0]
-    check(case)
-
-
-def test_a_list_may_stand_alone() -> None:
-    check(Case([192, 96], [191, 95], width=0))
 
 
 @pytest.mark.parametrize("page", [16, 32])
