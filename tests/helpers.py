@@ -8,7 +8,7 @@ Shapes: T tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from gpt_fast_sd.model import FORMATS, CacheFormat, CausalSelf, ModelConfig, Tra
 from gpt_fast_sd.sampling import SamplingTable
 
 BOS, EOS = 256, 257
+Refuses = Callable[..., str]  # the fixture of tests/conftest.py: of a program's main and its arguments
 
 
 def few(values: Iterable[Any], kept: Container[Any]) -> list[Any]:

@@ -712,26 +712,6 @@ def test_what_is_refused_changes_and_leaves_no_file(
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == files
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--max-seq-len", "5000"], "--max-seq-len 5,000 is over the model's 4,096 positions"),
-        (["--batch-size", "0"], "expected a whole number of at least 1, got '0'"),
-        (["--gamma", "17"], "gamma must be from 1 to 16, got 17"),
-        (["--draft", "standalone"], "needs draft_model"),
-        (["--temperature", "-1"], "temperature must be 0 (greedy) or a positive number"),
-        (["--order", "random"], "'random'"),
-        (["--seed", "-1"], "seed must be"),
-        (["--tp", "2"], "tp must divide the number of processes"),
-        (["--rejects", "nowhere/r.jsonl"], "there is no folder"),
-        (["--model", "nowhere"], "no folder nowhere"),
-    ],
-)
-def test_a_mistake_is_one_sentence_before_any_work(job: Job, flags: list[str], said: str) -> None:
-    job.give(prompts(1))
-    assert said in job.refusal(*flags)
-
-
 def test_an_input_that_is_missing_or_the_output_itself_is_refused(job: Job, tmp_path: Path) -> None:
     job.give(prompts(1))
     assert "nowhere.jsonl is not there" in job.refusal(source=tmp_path / "nowhere.jsonl")

@@ -291,38 +291,6 @@ def test_output_that_is_not_plain_decodings_is_an_error_in_fp32(
     assert "outputs are sampled and not compared" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--batch", "0"], "expected whole numbers of at least 1"),
-        (["--batch", "four"], "expected whole numbers of at least 1"),
-        (["--context", "1"], "a context has at least 2 tokens, got 1"),
-        (["--context", "1m"], "as in 1k,4k,500; got '1m'"),
-        (["--draft", "psychic"], "there is no policy 'psychic'"),
-        (["--draft", "off"], "there is no policy 'off'"),
-        (["--draft", "standalone"], "needs draft_model"),
-        (["--budget", "8"], "budget must be at least 12 for streaming, got 8"),
-        (["--gamma", "17"], "gamma must be from 1 to 16, got 17"),
-        (["--gamma", "few"], "'few'"),
-        (["--temperature", "-1"], "temperature must be 0 (greedy) or a positive number"),
-        (["--temperature", "0,hot"], "expected numbers, as in 0,0.8; got '0,hot'"),
-        (["--pairs", "0"], "--pairs 0 counts acceptance, which is for --sweep budget"),
-        (["--dtype", "fp8"], "'fp8'"),
-        (["--device", "tpu"], "'tpu'"),
-        (["--tp", "3"], "tp must divide the number of processes"),
-        (["--json", "nowhere/x.json"], "there is no folder"),
-        (["--plots", "README.md"], "--plots needs a folder"),
-        (["--model", "nowhere"], "no folder nowhere"),
-        (["--text", "README.md"], "exclude each other"),
-    ],
-)
-def test_a_mistake_is_one_sentence_before_any_work(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], said: str
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert said in refusal(capsys, model, *flags)
-
-
 @pytest.mark.slow
 def test_as_a_program_it_measures_a_text_and_the_machine(tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
@@ -371,28 +339,6 @@ def test_each_precision_is_measured_over_its_own_plain_decoding_and_over_the_unq
     assert (tmp_path / "precisions.png").read_bytes().startswith(b"\x89PNG")
     assert run(model, *sweep, "--json", str(file)) == 0  # nothing is left to do
     assert "2 of 2 points are in" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--precisions", "none"], "--precisions does nothing with --sweep size"),
-        ([*PRECISION, "--kv-dtype", "int8"], "--kv-dtype is what --precisions varies: name it there"),
-        ([*PRECISION, "--precisions", "int8/int8/int8/int8"], "a precision is CACHE, CACHE/DRAFTS or"),
-        ([*PRECISION, "--precisions", "int7"], "kv_dtype"),
-        ([*PRECISION, "--precisions", "none/int7"], "quantize"),
-        ([*PRECISION, "--draft", "lookup"], "quantize"),
-        ([*PRECISION, "--precisions", "none,none/float8"], "quantize 'float8' of a draft runs on device 'cuda'"),
-        ([*PRECISION, "--precisions", "none/int4/int8"], "needs a target with plain weights, or of that precision"),
-        ([*PRECISION, "--precisions", "int8", "--dtype", "fp16"], "kv_dtype 'int8' is not for models in fp16"),
-        ([*PRECISION, "--draft", "quantized"], "measures caches in bytes, and quantized reads planes"),
-        ([*PRECISION, "--draft-kv-bits", "4"], "measures caches in bytes, and streaming reads planes"),
-    ],
-)
-def test_a_precision_that_makes_no_sense_is_one_sentence(
-    model: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in refusal(capsys, model, *flags)
 
 
 # ---- over the draft budget -------------------------------------------------------------------------------------------
@@ -554,59 +500,6 @@ def test_in_16_bits_a_near_tie_is_counted_and_anything_further_apart_fails_the_r
         capsys.readouterr()
         assert run(None, *argv) == code
         assert "2/3" in capsys.readouterr().out
-
-
-# ---- mistakes --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([*BUDGET, "--text", "nowhere.txt"], "nowhere.txt: No such file"),
-        ([*BUDGET, "--context", "5000"], "tokens, but 2 prompts of 5,000 need 9,998"),
-        ([*BUDGET, "--context", "1"], "a context of 1 does not fit: from 2 to 16,378"),
-        ([*BUDGET, "--context", "100,200"], "--sweep budget measures with one --context, got 2"),
-        ([*BUDGET, "--gamma", "2,3"], "--sweep budget measures with one --gamma, got 2"),
-        ([*BUDGET, "--budget", "8,64"], "budget must be at least 12 for streaming, got 8"),
-        ([*BUDGET, "--synthetic"], "--sweep budget is about texts: leave --synthetic out"),
-        ([*LOSSLESS, "--budget", "64,128"], "--lossless measures with one --budget, got 2"),
-        ([*LOSSLESS, "--shortest", "99"], "prompts of 99 to 90 tokens"),
-        ([*LOSSLESS, "--longest", "20000"], "tokens, too few for prompts of up to 20,000"),
-        ([*LOSSLESS, "--temperature", "0.8"], "--lossless compares greedy outputs"),
-        ([*LOSSLESS, "--draft", "standalone", "--draft-model", "nowhere"], "no folder nowhere"),
-        (["--draw", "README.md", "--plots", "x"], "README.md holds no results of this program"),
-        (["--draw", "x.json"], "--draw needs --plots DIR to draw into"),
-        (["--text", "README.md", "README.md"], "two texts have one name"),
-        ([*LOSSLESS, "--pairs", "9"], "benchmark.py: --pairs does nothing with --lossless: leave it out"),
-        ([*LOSSLESS, "--seconds", "9"], "--seconds does nothing with --lossless"),
-        ([*LOSSLESS, "--context", "99"], "--context does nothing with --lossless"),
-        ([*LOSSLESS, "--plots", "x"], "--plots does nothing with --lossless"),
-        ([*BUDGET, "--prompts", "9"], "--prompts does nothing with --sweep budget"),
-        ([*BUDGET, "--pairs", "0", "--seconds", "9"], "--seconds goes on with pairs, and --pairs 0 times none"),
-        (["--shortest", "9"], "--shortest does nothing with --sweep size"),
-        (["--longest", "9"], "--longest does nothing with --sweep size"),
-        (["--draw", "x.json", "--plots", "x", "--pairs", "9"], "--pairs does nothing with --draw"),
-        (["--draw", "x.json", "--plots", "x", "--json", "y.json"], "--json does nothing with --draw: leave it out"),
-        (["--draw", "x.json", "--plots", "x", "--no-compile"], "--no-compile does nothing with --draw"),
-        (["--exit-layers", "1"], "exit_layers does nothing for streaming: leave it out"),
-        (["--draft-model", "bundled"], "draft_model does nothing for streaming"),
-        ([*BUDGET, "--draft", "quest,lookup", "--view", "full"], "view does nothing for quest and lookup"),
-        (["--fresh"], "--fresh forgets what --json holds, and there is no --json"),
-        (["--seconds", "inf"], "expected a positive number of seconds, got 'inf'"),
-        (["--seconds", "nan"], "expected a positive number of seconds, got 'nan'"),
-        (["--seconds", "0"], "expected a positive number of seconds, got '0'"),
-    ],
-)
-def test_a_mistake_in_another_mode_is_one_sentence_too(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], said: str
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert said in refusal(capsys, None, *flags)
-
-
-def test_an_empty_text_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    assert "empty.txt is empty" in refusal(capsys, None, "--text", str(tmp_path / "empty.txt"))
 
 
 # ---- the pieces ------------------------------------------------------------------------------------------------------

@@ -50,35 +50,3 @@ def test_default_sizes_are_those_that_fit() -> None:
     assert evaluate.fitting(None, 512, 2, 16384) == [512, 1024, 2048, 4096, 8192, 16384]
     assert evaluate.fitting(None, 1024, 4, 8000) == [1024, 4096] and evaluate.fitting(None, 1024, 4, 300) == [300]
     assert evaluate.fitting([7], 512, 2, 300) == [7]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--contexts", "100", "128"], "the longest context, 128, must be a multiple of 100"),
-        (["--lengths", "20000"], "the model has 16,384 positions, too few for 20,000 tokens"),
-        (["--contexts", "16384"], "document has 7,"),
-        (["--entries", "2000"], "over the model's 16,384"),
-        (["--entries", "5000"], "names for facts, too few for 5,000"),
-        (["--entries", "0"], "whole number of at least 1, got '0'"),
-        (["--contexts", "0", "128"], "whole number of at least 1, got '0'"),
-        (["--lengths", "-5"], "whole number of at least 1, got '-5'"),
-        (["--depths", "nan"], "expected a number from 0 to 1, got 'nan'"),
-        (["--depths", "2"], "expected a number from 0 to 1, got '2'"),
-        (["--lengths", "12"], "a needle does not fit into 12 tokens"),
-        (["--kv-dtype", "int3"], "kv_dtype must be"),
-        (["--json", "nowhere/x.json"], "there is no folder"),
-        (["--plot", "x.txt"], "its name must end in .png"),
-        (["--model", "nowhere"], "no folder nowhere"),
-        (["--reference", "nowhere"], "no folder nowhere"),
-        (["--card", "x.md"], "--card needs --log"),
-        (["--books", "."], "not allowed with argument --text"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_in_one_sentence(
-    capsys: pytest.CaptureFixture[str], flags: list[str], said: str
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        evaluate.main([*SMALL, *flags])
-    out, err = capsys.readouterr()
-    assert stopped.value.code == 2 and out == "" and said in err.strip().splitlines()[-1]

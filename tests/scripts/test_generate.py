@@ -109,47 +109,6 @@ def test_a_file_is_continued_and_a_trace_is_written(prints: Says, tmp_path: Path
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--prompt", ""], "empty"),
-        (["--prompt", " \n"], "empty"),
-        (["--prompt", "word " * 20000], "over max_seq_len 16,384"),
-        (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--prompt", "a", "--dtype", "fp8"], "'fp8'"),
-        (["--prompt", "a", "--gamma", "0"], "gamma must be from 1 to 16, got 0"),
-        (["--prompt", "a", "--gamma", "few"], "'few'"),
-        (["--prompt", "a", "--draft", "lookup", "--budget", "64"], "--budget does nothing for --draft lookup: leave"),
-        (["--prompt", "a", "--draft", "quest", "--budget", "20"], "budget must be at least 48 for quest, got 20"),
-        (["--prompt", "a", "--draft", "standalone"], "needs draft_model"),
-        (["--prompt", "a", "--draft-model", "bundled"], "draft_model is for policy 'standalone'"),
-        (["--prompt", "a", "--draft", "standalone", "--draft-model", "nowhere"], "no folder nowhere"),
-        (["--prompt", "a", "--draft", "standalone", "--draft-model", "tests"], "tests is not a model folder"),
-        (["--prompt", "a", "--draft", "early_exit", "--exit-layers", "6"], "below the model's 6 layers"),
-        (["--prompt", "a", "--draft", "off", "--compare"], "--compare needs a draft policy"),
-        (["--prompt", "a", "--temperature", "-1"], "-1"),
-        (["--prompt", "a", "--top-p", "0"], "top_p"),
-        (["--prompt", "a", "--max-seq-len", "0"], "--max-seq-len: expected a whole number of at least 1, got '0'"),
-        (["--prompt", "a", "--max-seq-len", "6"], "together 8, over max_seq_len 6, as --max-seq-len says"),
-        (["--prompt", "a", "--max-seq-len", "20000"], "--max-seq-len 20,000 is over the model's 16,384 positions"),
-        (["--prompt", "a", "--model", "tests"], "no config.json"),
-        (["--prompt", "a", "--json", "nowhere/run.json"], "nowhere"),
-        (["--prompt", "a", "--chat"], "chat template"),
-        (["--prompt", "a\udcff"], "--prompt: character 1 of the text is U+DCFF"),  # argv of bytes that are no UTF-8
-        (["--prompt", "a", "--stop", "a\udcff"], "stop holds U+DCFF, half a character"),
-        (["--prompt", "a", "--model", ""], "generate.py: "),
-        (["--prompt", "a", "--frobnicate"], "--frobnicate"),
-        (["--prompt", "a", "--prompts", "b.jsonl"], "not allowed with"),
-    ],
-)
-def test_a_mistake_gets_one_sentence_that_names_it(
-    refuses: Says, monkeypatch: pytest.MonkeyPatch, argv: list[str], said: str
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert said in refuses(*argv)
-
-
 def test_prompts_end_at_line_feeds_alone_and_begin_without_a_mark_of_byte_order(tmp_path: Path) -> None:
     texts = ["a\u2028b", "a\u2029b", "a\x85b"]
     path = tmp_path / "in.jsonl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,10 +48,14 @@ def test_steps_that_are_made_of_operators_are_refused() -> None:
         steps.time_steps(engine, [random_ids(20)] * 2, 4, CHIP)
 
 
-def test_the_program_prints_a_table_and_writes_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("scripts.steps.rates_here", lambda *_: type("Rates", (), {"chip": lambda *_: CHIP})())
+@pytest.fixture
+def _rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's rates are not measured: that takes a minute."""
+    monkeypatch.setattr("scripts.steps.rates_here", lambda *_: SimpleNamespace(chip=lambda *_: CHIP))
+
+
+@pytest.mark.usefixtures("_rates")
+def test_the_program_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "steps.json"
     n = str(torch.get_num_threads())
     asked = ["--batch", "1", "--context", "100", "--max-new-tokens", "8", "--gamma", "2", "--threads", n]
@@ -61,6 +66,7 @@ def test_the_program_prints_a_table_and_writes_json(
     assert len(document["rounds"]) == 2 and document["environment"]["instructions"]
 
 
+@pytest.mark.usefixtures("_rates")
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
