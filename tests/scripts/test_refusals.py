@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ BUDGET = "--sweep budget --no-compile --batch 2 --context 96 --max-new-tokens 6"
 LOSSLESS = "--lossless --no-compile --prompts 3 --longest 90 --max-new-tokens 5 --batch 2"
 PRECISION = "--sweep precision --precisions none,none/int8,int8,int8/int8"
 DRAWN = "--draw x.json --plots x"
+NOT_LOSSLESS = "pairs", "seconds", "context", "plots"
 PROGRAMS: dict[str, tuple[Callable[[list[str]], object], str]] = {  # and the flags before those that are wrong
     "generate.py": (generate.main, "--model bundled --no-compile --max-new-tokens 6 --gamma 2"),
     "batch.py": (batch.main, "{folder}/in.jsonl {folder}/out.jsonl --model {model} --no-compile --budget 16"),
@@ -40,68 +42,57 @@ PROGRAMS: dict[str, tuple[Callable[[list[str]], object], str]] = {  # and the fl
 }
 REFUSED = {
     "generate.py": [
-        ("--prompt ''", "empty"),
-        ("--prompt ' \n'", "empty"),
+        *((f"--prompt '{text}'", "empty") for text in ("", " \n")),
         (f"--prompt '{'word ' * 20000}'", "over max_seq_len 16,384"),
-        ("--prompt-file nowhere.txt", "nowhere.txt"),
-        ("--prompts nowhere.jsonl", "nowhere.jsonl"),
+        *((f"--{flag} nowhere.txt", "nowhere.txt") for flag in ("prompt-file", "prompts")),
         ("--prompt a --dtype fp8", "'fp8'"),
-        ("--prompt a --gamma 0", "gamma must be from 1 to 16, got 0"),
         ("--prompt a --gamma few", "'few'"),
         ("--prompt a --draft lookup --budget 64", "--budget does nothing for --draft lookup: leave"),
-        ("--prompt a --draft quest --budget 20", "budget must be at least 48 for quest, got 20"),
         ("--prompt a --draft standalone", "needs draft_model"),
-        ("--prompt a --draft-model bundled", "draft_model is for policy 'standalone'"),
         ("--prompt a --draft standalone --draft-model nowhere", "no folder nowhere"),
         ("--prompt a --draft standalone --draft-model tests", "tests is not a model folder"),
         ("--prompt a --draft early_exit --exit-layers 6", "below the model's 6 layers"),
         ("--prompt a --draft off --compare", "--compare needs a draft policy"),
         ("--prompt a --temperature -1", "-1"),
-        ("--prompt a --top-p 0", "top_p"),
         ("--prompt a --max-seq-len 0", "--max-seq-len: expected a whole number of at least 1, got '0'"),
         ("--prompt a --max-seq-len 6", "together 8, over max_seq_len 6, as --max-seq-len says"),
         ("--prompt a --max-seq-len 20000", "--max-seq-len 20,000 is over the model's 16,384 positions"),
         ("--prompt a --model tests", "no config.json"),
         ("--prompt a --json nowhere/run.json", "nowhere"),
+        ("--prompt a --report {folder}/none/run.html", "there is no folder"),
+        ("--prompt a --report {folder}", "it is a folder"),
+        ("--prompt a --report {folder}/pipe", "it is no file that can be replaced"),
         ("--prompt a --chat", "chat template"),
         ("--prompt a\udcff", "--prompt: character 1 of the text is U+DCFF"),  # argv of bytes that are no UTF-8
         ("--prompt a --stop a\udcff", "stop holds U+DCFF, half a character"),
         ("--prompt a --model ''", ""),
+        ("--prompt-file {folder}/bytes.txt", "is not UTF-8 text: byte 3 is 0xe9"),
         ("--prompt a --frobnicate", "--frobnicate"),
+        *((f"--prompt a --threads {n}", "--threads") for n in ("0", "1000000000", "99999999999999999999")),
         ("--prompt a --prompts b.jsonl", "not allowed with"),
     ],
     "batch.py": [
         ("--max-seq-len 5000", "--max-seq-len 5,000 is over the model's 4,096 positions"),
         ("--batch-size 0", "expected a whole number of at least 1, got '0'"),
-        ("--gamma 17", "gamma must be from 1 to 16, got 17"),
-        ("--draft standalone", "needs draft_model"),
         ("--temperature -1", "temperature must be 0 (greedy) or a positive number"),
         ("--order random", "'random'"),
-        ("--seed -1", "seed must be"),
         ("--tp 2", "tp must divide the number of processes"),
         ("--rejects nowhere/r.jsonl", "there is no folder"),
-        ("--model nowhere", "no folder nowhere"),
     ],
     "benchmark.py": [
         ("--batch 0", "expected whole numbers of at least 1"),
-        ("--batch four", "expected whole numbers of at least 1"),
         ("--context 1", "a context has at least 2 tokens, got 1"),
         ("--context 1m", "as in 1k,4k,500; got '1m'"),
         ("--draft psychic", "there is no policy 'psychic'"),
         ("--draft off", "there is no policy 'off'"),
-        ("--draft standalone", "needs draft_model"),
         ("--budget 8", "budget must be at least 12 for streaming, got 8"),
-        ("--gamma 17", "gamma must be from 1 to 16, got 17"),
         ("--gamma few", "'few'"),
         ("--temperature -1", "temperature must be 0 (greedy) or a positive number"),
         ("--temperature 0,hot", "expected numbers, as in 0,0.8; got '0,hot'"),
         ("--pairs 0", "--pairs 0 counts acceptance, which is for --sweep budget"),
-        ("--dtype fp8", "'fp8'"),
         ("--device tpu", "'tpu'"),
         ("--tp 3", "tp must divide the number of processes"),
-        ("--json nowhere/x.json", "there is no folder"),
         ("--plots README.md", "--plots needs a folder"),
-        ("--model nowhere", "no folder nowhere"),
         ("--text README.md", "exclude each other"),
         ("--precisions none", "--precisions does nothing with --sweep size"),
         (f"{PRECISION} --kv-dtype int8", "--kv-dtype is what --precisions varies: name it there"),
@@ -132,24 +123,16 @@ REFUSED = {
         ("--draw x.json", "--draw needs --plots DIR to draw into"),
         ("--text README.md README.md", "two texts have one name"),
         ("--text {folder}/empty.txt", "empty.txt is empty"),
-        (f"{LOSSLESS} --pairs 9", "benchmark.py: --pairs does nothing with --lossless: leave it out"),
-        (f"{LOSSLESS} --seconds 9", "--seconds does nothing with --lossless"),
-        (f"{LOSSLESS} --context 99", "--context does nothing with --lossless"),
-        (f"{LOSSLESS} --plots x", "--plots does nothing with --lossless"),
+        *((f"{LOSSLESS} --{name} 9", f"--{name} does nothing with --lossless") for name in NOT_LOSSLESS),
         (f"{BUDGET} --prompts 9", "--prompts does nothing with --sweep budget"),
         (f"{BUDGET} --pairs 0 --seconds 9", "--seconds goes on with pairs, and --pairs 0 times none"),
-        ("--shortest 9", "--shortest does nothing with --sweep size"),
-        ("--longest 9", "--longest does nothing with --sweep size"),
-        (f"{DRAWN} --pairs 9", "--pairs does nothing with --draw"),
-        (f"{DRAWN} --json y.json", "--json does nothing with --draw: leave it out"),
-        (f"{DRAWN} --no-compile", "--no-compile does nothing with --draw"),
+        *((f"--{name} 9", f"--{name} does nothing with --sweep size") for name in ("shortest", "longest")),
+        *((f"{DRAWN} --{given}", "does nothing with --draw: leave") for given in ("pairs 9", "json y", "no-compile")),
         ("--exit-layers 1", "exit_layers does nothing for streaming: leave it out"),
         ("--draft-model bundled", "draft_model does nothing for streaming"),
         (f"{BUDGET} --draft quest,lookup --view full", "view does nothing for quest and lookup"),
         ("--fresh", "--fresh forgets what --json holds, and there is no --json"),
-        ("--seconds inf", "expected a positive number of seconds, got 'inf'"),
-        ("--seconds nan", "expected a positive number of seconds, got 'nan'"),
-        ("--seconds 0", "expected a positive number of seconds, got '0'"),
+        *((f"--seconds {n}", f"expected a positive number of seconds, got '{n}'") for n in ("inf", "nan", "0")),
     ],
     "evaluate.py": [
         ("--contexts 100 128", "the longest context, 128, must be a multiple of 100"),
@@ -157,16 +140,10 @@ REFUSED = {
         ("--contexts 16384", "document has 7,"),
         ("--entries 2000", "over the model's 16,384"),
         ("--entries 5000", "names for facts, too few for 5,000"),
-        ("--entries 0", "whole number of at least 1, got '0'"),
-        ("--contexts 0 128", "whole number of at least 1, got '0'"),
-        ("--lengths -5", "whole number of at least 1, got '-5'"),
-        ("--depths nan", "expected a number from 0 to 1, got 'nan'"),
-        ("--depths 2", "expected a number from 0 to 1, got '2'"),
+        *((f"--{name} 0", "whole number of at least 1, got '0'") for name in ("entries", "contexts", "lengths")),
+        *((f"--depths {depth}", f"expected a number from 0 to 1, got '{depth}'") for depth in ("nan", "2")),
         ("--lengths 12", "a needle does not fit into 12 tokens"),
         ("--kv-dtype int3", "kv_dtype must be"),
-        ("--json nowhere/x.json", "there is no folder"),
-        ("--plot x.txt", "its name must end in .png"),
-        ("--model nowhere", "no folder nowhere"),
         ("--reference nowhere", "no folder nowhere"),
         ("--card x.md", "--card needs --log"),
         ("--books .", "not allowed with argument --text"),
@@ -176,20 +153,14 @@ REFUSED = {
         ("--lengths 20000", "prompts of 20,000 tokens are over the model's 16,384 positions"),
         ("--lengths 16000", "tokens, too few for prompts of 16,000"),
         ("--lengths 30", "does not fit into 30 tokens"),
-        ("--draft standalone", "needs draft_model"),
         ("--budget 8", "budget must be at least 12"),
-        ("--json nowhere/x.json", "there is no folder"),
-        ("--plot x.txt", "its name must end in .png"),
-        ("--model nowhere", "no folder nowhere"),
         ("--fresh", "--fresh forgets what --json holds"),
         ("--tp 2", "unrecognized arguments: --tp 2"),
     ],
     "verify.py": [
         ("--draft off", "--draft off is plain decoding"),
         ("--gamma auto", "expected a whole number of at least 1, got 'auto'"),
-        ("--gamma 17", "gamma must be from 1 to 16, got 17"),
-        ("--context 3", "prompts of up to 3 tokens: allowed are 16 to"),
-        ("--context 999999", "prompts of up to 999,999 tokens: allowed are 16 to"),
+        *((f"--context {n}", f"prompts of up to {n:,} tokens: allowed are 16 to") for n in (3, 999_999)),
         ("--batch-size 1000000000", "batch_size 1000000000 x max_seq_len"),
         ("--samples 1000000000000", "expected at most 1,000,000 samples, got '1000000000000'"),
         ("--samples 0", "expected a whole number of at least 1, got '0'"),
@@ -209,11 +180,9 @@ REFUSED = {
         ("--device H200 --policy off", "drafts nothing"),
         ("--device H200 --policy lookup", "no published acceptance of lookup is known"),
         ("--device H200 --policy streaming --budget 3", "budget must be at least 12 for streaming, got 3"),
-        ("--device H200 --gamma 40", "gamma must be from 1 to 16, got 40"),
         ("--device H200 --acceptance nan", "acceptance must be a rate from 0 to 1"),
         ("--device H200 --memory nan", "memory must be a positive number of GiB, got nan"),
         ("--device H200 --tp 2 --link 0", "bandwidth of a link must be positive, got 0.0"),
-        ("--bandwidth -3 --flops 4", "bandwidth must be a positive number of GB/s, got -3"),
         ("--bandwidth 0 --flops 4", "bandwidth must be a positive number of GB/s, got 0"),
         ("--bandwidth 4 --flops nan", "peak must be a positive number of TFLOP/s, got nan"),
         ("--bandwidth 4", "--device says, or --bandwidth and --flops"),
@@ -239,18 +208,16 @@ REFUSED = {
         ("--measured sweep.json --device H200", "--device does nothing without --model"),
     ],
     "minimal.py": [
-        ("--gamma -1", "gamma must be from 0 to 16, got -1"),
-        ("--gamma 17", "gamma must be from 0 to 16, got 17"),
+        *((f"--gamma {gamma}", f"gamma must be from 0 to 16, got {gamma}") for gamma in (-1, 17)),
         ("--budget 4", "budget must be from 5 to 1000000, got 4"),
-        ("--temperature -0.5", "temperature must be from 0 to 9, got -0.5"),
-        ("--temperature nan", "temperature must be from 0 to 9, got nan"),
+        *((f"--temperature {t}", f"temperature must be from 0 to 9, got {t}") for t in ("-0.5", "nan")),
         ("--max-new-tokens 0", "max_new_tokens must be from 1 to 1000000, got 0"),
         ("--seed -1", "seed must be from 0 to 1000000000, got -1"),
         ("--prompt ''", "prompt 0 is empty"),
         (f"--prompt I --prompt '{'so ' * 16_384}'", "prompt 1 has "),
         ("--prompt I --max-new-tokens 16384", "with the new ones, 16,384 fit"),
         ("--prompt-file nowhere.txt", "No such file or directory: 'nowhere.txt'"),
-        ("--prompt-file {folder}/bytes.txt", "can't decode byte 0xff"),
+        ("--prompt-file {folder}/bytes.txt", "can't decode byte 0xe9"),
         ("--model 'no such model'", "no folder no such model"),
     ],
     "build_wheel.py": [
@@ -261,7 +228,14 @@ REFUSED = {
         ("--dist {folder}/in.jsonl/dist", "in.jsonl/dist: Not a directory"),
     ],
 }
+ALIKE = [  # programs, of which each has this flag
+    ("batch.py benchmark.py evaluate.py needles.py generate.py", "--model nowhere", "no folder nowhere"),
+    ("benchmark.py evaluate.py needles.py", "--json nowhere/x.json", "there is no folder"),
+    ("batch.py benchmark.py needles.py", "--draft standalone", "needs draft_model"),
+    ("evaluate.py needles.py", "--plot x.txt", "its name must end in .png"),
+]
 ROWS = [(program, *row) for program, rows in REFUSED.items() for row in rows]
+ROWS += [(program, flags, said) for programs, flags, said in ALIKE for program in programs.split()]
 
 
 @pytest.mark.parametrize(("program", "flags", "said"), ROWS, ids=lambda text: text[:60])
@@ -273,7 +247,8 @@ def test_nonsense_is_refused_in_one_sentence(
     monkeypatch.setattr(build_wheel, "build_kernel", None)
     (tmp_path / "in.jsonl").write_text('{"prompt": [1, 2]}\n')
     (tmp_path / "empty.txt").touch()
-    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bytes.txt").write_bytes(b"caf\xe9")
     point = '{"status": "measured", "acceptance_by_position": [0.5]}'  # lacks nearly all
     (tmp_path / "sweep.json").write_text(f'{{"benchmark": "batch", "settings": {{}}, "points": [{point}]}}')
     main, before = PROGRAMS[program]
