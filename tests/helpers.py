@@ -21,6 +21,7 @@ from gpt_fast_sd.model import FORMATS, CacheFormat, CausalSelf, ModelConfig, Tra
 from gpt_fast_sd.sampling import SamplingTable
 
 BOS, EOS = 256, 257
+Refuses = Callable[..., str]  # the fixture of tests/conftest.py: of a program's main and its arguments
 
 
 def few(values: Iterable[Any], kept: Container[Any]) -> list[Any]:
@@ -86,10 +87,16 @@ def tiny_engine(
     return Engine(model or tiny_model(), tokenizer, EngineConfig(**wanted), draft, draft_model, parallel=parallel)
 
 
-def random_transformers_model(family: str, **fields: Any) -> Any:
+SIZES = {
+    "vocab_size": 131, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def random_transformers_model(family: str, **changes: Any) -> Any:
     """A random model of transformers; biases and norm weights, which it starts at 0 and 1, are random too."""
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
+    config = getattr(transformers, f"{family}Config")(**SIZES | changes, attn_implementation="eager")
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

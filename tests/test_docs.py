@@ -106,7 +106,7 @@ def test_a_command_of_a_page_has_the_flags_that_it_names(program: str, capsys: p
             assert named <= known, f"{page}: {' '.join(words)}"
 
 
-SWEEP = "benchmarks/cpu/smollm2/sweep.json"
+SWEEP, OLDER = "benchmarks/cpu/smollm2/sweep.json", "benchmarks/cpu/sweep/sweep.json"
 
 
 def test_the_plot_in_docs_is_that_of_the_sweep() -> None:
@@ -143,20 +143,16 @@ def test_the_acceptance_in_readme_is_that_of_the_runs() -> None:
 
 
 def test_the_speeds_in_readme_are_those_of_the_runs() -> None:
-    older = {
-        p["policy"]: p["speedup"]["steady"]["median"]
-        for p in json.loads(text_of("benchmarks/cpu/sweep/sweep.json"))["points"]
-        if (p["batch"], p["context"], p["gamma"]) == (16, 16000, "auto")
-    }
-    newer = {
-        p["policy"]: p["speedup"]["steady"]["median"]
-        for p in json.loads(text_of(SWEEP))["points"]
-        if (p["batch"], p["context"], p["temperature"]) == (16, 7500, 0.8)
-    }
+    def speeds(page: str, third: str, *of: Any) -> dict[str, float]:
+        points = json.loads(text_of(page))["points"]
+        found = (p for p in points if (p["batch"], p["context"], p[third]) == of)
+        return {p["policy"]: p["speedup"]["steady"]["median"] for p in found}
+
+    newer, older = speeds(SWEEP, "temperature", 16, 7500, 0.8), speeds(OLDER, "gamma", 16, 16000, "auto")
     rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", text_of("README.md"), re.M))
-    shown = {name: re.findall(r"[\d.]+x", cells.split("|")[3]) for name, cells in rows.items()}
-    for name, speeds in shown.items():
-        assert speeds == [f"{run[name]:.2f}x" for run in (newer, older) if name in run], name
+    for name, cells in rows.items():
+        shown = re.findall(r"[\d.]+x", cells.split("|")[3])
+        assert shown == [f"{run[name]:.2f}x" for run in (newer, older) if name in run], name
 
 
 def test_what_a_cpu_recorded_is_what_readme_says_of_it() -> None:

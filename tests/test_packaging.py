@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import gpt_fast_sd
+from gpt_fast_sd.fast import chosen, packing_builds
+from maintain import build_wheel
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -111,3 +113,26 @@ def test_a_wheel_holds_every_package_and_the_bundled_files(tmp_path: Path) -> No
     code = f"import {', '.join(modules)}, sys; print(*(sys.modules[name].__file__ for name in {modules!r}), sep='\\n')"
     for found in python(code, first=target, cwd=elsewhere, isolated_from_checkout=True).splitlines():
         assert Path(found).is_relative_to(installed)
+
+
+@pytest.mark.slow
+def test_its_wheel_decodes_by_kernels_where_there_is_no_compiler(tmp_path: Path) -> None:
+    if not packing_builds() or os.name != "posix":
+        pytest.skip("no compiler here builds the kernels")
+    name = chosen().name if not chosen().own else "avx2"
+    (tmp_path / "gpt_fast_sd-0.0.1-py3-none-any.whl").write_text("of another version")
+    assert build_wheel.main(["--dist", str(tmp_path), "--head-dims", "64", "--sets", name]) == 0
+    (built,) = (file for file in tmp_path.glob("*.whl") if "0.0.1" not in file.name)
+    shutil.unpack_archive(built, tmp_path / "site", "zip")
+    code = (
+        "from gpt_fast_sd import Engine, EngineConfig\n"
+        "engine = Engine.from_pretrained('bundled', EngineConfig(max_seq_len=256, batch_size=1))\n"
+        "assert not engine.compiled and engine.dtype_name == 'bf16'\n"
+        "assert engine.target.backend.uses_kernels(engine.target)\n"
+        "print(engine.generate(['a'])[0].text)\n"
+    )
+    env = {"PYTHONPATH": str(tmp_path / "site"), "GPT_FAST_SD_CPU": name, "PATH": str(Path(sys.executable).parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert "running eagerly" in done.stderr

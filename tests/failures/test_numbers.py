@@ -58,13 +58,6 @@ def test_a_budget_beyond_the_cache_holds_what_all_of_it_needs(policy: str) -> No
     assert tokens[0] == tokens[1] and held[0] == held[1] and held[0]
 
 
-@pytest.mark.parametrize("threads", ["1000000000", "99999999999999999999", "0"])
-def test_threads_without_end_are_refused(threads: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        generate.parse(["--threads", threads])
-    assert stopped.value.code == 2 and "--threads" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("model", [None, 7, b"x"])
 def test_what_is_no_model_is_a_value_error(model: Any) -> None:
     with pytest.raises(ValueError):

@@ -1,9 +1,10 @@
-"""A model folder is read completely or refused in one sentence that names the file."""
+"""A model folder is read completely, in float8 too, or refused in one sentence that names the file."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,21 +17,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from gpt_fast_sd.model import (
-    CausalSelf,
     CheckpointError,
     ModelConfig,
-    RopeScaling,
     Transformer,
     Weights,
     load_model,
     name_table,
+    read_stored_dtype,
+    read_stored_float8,
     resolve_model,
     save_hugging_face,
 )
 from gpt_fast_sd.model.files.reading import OpenFile
+from tests.float8_folders import READ, REFUSED, compressed_tensors, describe, save_float8
+from tests.helpers import tiny_config, tiny_model
 
+Keep = Callable[[Transformer, str, Tensor, Tensor], None]  # asked to keep numbers and their scales by name
 CONFIG = ModelConfig(
     vocab_size=50, dim=32, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=8, ffn_dim=40, max_seq_len=64, qkv_bias=True
 )
@@ -43,7 +48,7 @@ def save(folder: Path, config: ModelConfig = CONFIG) -> Transformer:
     return model
 
 
-def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -69,11 +74,16 @@ def pickled(folder: Path, tensors: object = None) -> Path:
     return path
 
 
-def refusal(folder: Path) -> str:
+def refusal(folder: Path, keep: Keep | None = None) -> str:
     with pytest.raises(CheckpointError) as caught:
-        load_model(folder)
+        load_model(folder, keep=keep)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def assert_same(loaded: Transformer, saved: Transformer) -> None:
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(loaded.get_parameter(name), tensor), name
 
 
 def test_loading_gives_back_every_parameter_and_needs_no_file_later(tmp_path: Path) -> None:
@@ -82,18 +92,8 @@ def test_loading_gives_back_every_parameter_and_needs_no_file_later(tmp_path: Pa
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert not loaded.training
     assert not any(p.requires_grad for p in loaded.parameters())
-    for name, tensor in saved.state_dict().items():
-        assert torch.equal(loaded.get_parameter(name), tensor), name
+    assert_same(loaded, saved)
     assert torch.equal(loaded.rope_freqs, saved.rope_freqs)
-
-
-def test_a_tied_output_stays_one_parameter_with_the_embedding(tmp_path: Path) -> None:
-    config = ModelConfig(**{**CONFIG.__dict__, "tie_embeddings": True})
-    save(tmp_path, config)
-    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    loaded = load_model(tmp_path)
-    assert loaded.output.weight is loaded.embedding.weight
-    assert sum(p.numel() for p in loaded.parameters()) == config.n_params
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
@@ -107,43 +107,6 @@ def test_the_stored_dtype_is_kept_unless_another_is_asked_for(stored: torch.dtyp
     assert torch.equal(kept.get_parameter(name).float(), asked.get_parameter(name))
     with pytest.raises(ValueError, match=r"dtype must be a float type, got torch\.int8"):
         load_model(tmp_path, dtype=torch.int8)
-
-
-@pytest.mark.parametrize("n_ranks", [1, 2])
-def test_rows_and_columns_of_ranks_join_to_the_whole(n_ranks: int, tmp_path: Path) -> None:
-    model = save(tmp_path)
-    weights, table = Weights(tmp_path), name_table(CONFIG)
-    for name, dim, first in (
-        ("layers.0.attention.wqkv.weight", 0, "first_row"),
-        ("layers.1.attention.wqkv.bias", 0, "first_row"),
-        ("layers.0.feed_forward.w_in.weight", 0, "first_row"),
-        ("layers.0.feed_forward.w_out.weight", 1, "first_column"),
-    ):
-        whole = model.get_parameter(name)
-        parts = [torch.full_like(part, float("nan")) for part in whole.detach().chunk(n_ranks, dim)]
-        for rank, part in enumerate(parts):
-            weights.read_into(part, table[name], **{first: rank * part.shape[dim]})
-        assert torch.equal(torch.cat(parts, dim), whole), name
-
-
-def test_two_ranks_that_halve_a_fused_weight_hold_whole_groups(tmp_path: Path) -> None:
-    """Rank 0 of 2 computes with the rows of kv head 0: its queries, its key, its value."""
-    save(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    half = load_model(tmp_path).get_parameter("layers.0.attention.wqkv.weight").chunk(2)[0]
-    prefix = "model.layers.0.self_attn"
-    expected = [stored[f"{prefix}.q_proj.weight"][:24], stored[f"{prefix}.k_proj.weight"][:8]]
-    assert torch.equal(half, torch.cat([*expected, stored[f"{prefix}.v_proj.weight"][:8]]))
-
-
-def test_extended_rotary_frequencies_are_computed_after_loading(tmp_path: Path) -> None:
-    config = ModelConfig(**{**CONFIG.__dict__, "rope_scaling": RopeScaling(kind="llama3", factor=8.0)})
-    saved = save(tmp_path, config)
-    tokens = torch.randint(0, 50, (1, 9))
-    pos = torch.arange(9)[None]
-    loaded = load_model(tmp_path)
-    with torch.no_grad():
-        assert torch.equal(loaded(tokens, pos, CausalSelf()), saved(tokens, pos, CausalSelf()))
 
 
 @pytest.mark.parametrize("save_as", [save, pickled])
@@ -164,12 +127,12 @@ for path in map(Path, sys.argv[1:]):
     read = Weights._read
     def shrink(self, name, rows, columns):
         found = read(self, name, rows, columns) if when == "after" else None
-        if name == "model.norm.weight":
+        if name in ("model.norm.weight", "output_norm.weight"):
             os.truncate(path, path.stat().st_size // 2 if when == "before" else 0)
         return read(self, name, rows, columns) if found is None else found
     Weights._read = shrink
     try:
-        load_model(path.parent)
+        load_model(path if path.suffix == ".gguf" else path.parent)
     except CheckpointError as error:
         print(error)
     Weights._read = read
@@ -179,23 +142,21 @@ for path in map(Path, sys.argv[1:]):
 @pytest.mark.parametrize("when", ["before", "after"])  # a tensor is read
 def test_a_file_that_shrinks_while_it_is_loaded_is_one_sentence(when: str, tmp_path: Path) -> None:
     """Through a memory map, looking at a byte that is gone ended the process: SIGBUS."""
+    from tests.gguf_files import model_of, write_gguf
+
     save(tmp_path / "a", replace(CONFIG, vocab_size=5000))
-    save(tmp_path / "b")
-    torch.save(load_file(tmp_path / "a" / "model.safetensors"), tmp_path / "b" / "pytorch_model.bin")
-    (tmp_path / "b" / "model.safetensors").unlink()
-    (tmp_path / "b" / "config.json").write_bytes((tmp_path / "a" / "config.json").read_bytes())
-    paths = [tmp_path / "a" / "model.safetensors", tmp_path / "b" / "pytorch_model.bin"]
+    paths = [tmp_path / "a" / "model.safetensors", pickled(tmp_path / "b"), tmp_path / "model.gguf"]
+    torch.save(load_file(paths[0]), paths[1])
+    shutil.copy(tmp_path / "a" / "config.json", tmp_path / "b")
+    save(tmp_path / "c", replace(CONFIG, vocab_size=5000, qkv_bias=False))
+    write_gguf(paths[2], model_of(tmp_path / "c"))
     sizes = [path.stat().st_size for path in paths]
-    done = subprocess.run(
-        [sys.executable, "-c", SHRINKING, when, *map(str, paths)],
-        capture_output=True, text=True, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    command = [sys.executable, "-c", SHRINKING, when, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-500:]
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2
-    for line, path, size in zip(lines, paths, sizes, strict=True):
+    for line, path, size in zip(done.stdout.splitlines(), paths, sizes, strict=True):
         lost = f"the file had {size:,} bytes when it was opened, and has {size // 2 if when == 'before' else 0:,}"
-        assert re.fullmatch(rf"{path}: (model\.norm|lm_head)\.weight cannot be read: {lost}", line)
+        assert re.fullmatch(rf"{path}: (model\.norm|lm_head|output_norm|output)\.weight cannot be read: {lost}", line)
 
 
 def test_a_file_that_is_removed_or_replaced_while_it_is_loaded_is_read_to_its_end(
@@ -213,7 +174,7 @@ def test_a_file_that_is_removed_or_replaced_while_it_is_loaded_is_read_to_its_en
     monkeypatch.setattr(Weights, "_read", replaced)
     loaded = load_model(tmp_path)
     assert path.read_bytes() == b"another"
-    assert all(torch.equal(loaded.get_parameter(name), tensor) for name, tensor in whole.state_dict().items())
+    assert_same(loaded, whole)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +228,7 @@ def test_tensors_are_those_that_their_library_reads_in_whole_and_in_part(tmp_pat
 def test_a_weight_is_read_in_parts_that_do_not_change_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = save(tmp_path)
     monkeypatch.setattr("gpt_fast_sd.model.files.checkpoint._NUMBERS_AT_ONCE", 70)
-    loaded = load_model(tmp_path)
-    assert all(torch.equal(loaded.get_parameter(name), tensor) for name, tensor in whole.state_dict().items())
+    assert_same(load_model(tmp_path), whole)
 
 
 def test_pickled_tensors_are_those_that_torch_reads_in_whole_and_in_part(tmp_path: Path) -> None:
@@ -417,9 +377,8 @@ def test_a_git_lfs_pointer_says_how_to_get_the_file(tmp_path: Path) -> None:
 
 
 def test_a_missing_shard_tensor_or_weight_map_is_named(tmp_path: Path) -> None:
-    save(tmp_path)
-    second, index = shard(tmp_path), tmp_path / "model.safetensors.index.json"
-    load_model(tmp_path)
+    whole, second, index = save(tmp_path), shard(tmp_path), tmp_path / "model.safetensors.index.json"
+    assert_same(load_model(tmp_path), whole)
     second.unlink()
     assert refusal(tmp_path) == f"{second} is missing, but {index.name} names it"
     save_file({"other": torch.zeros(1)}, second)
@@ -470,10 +429,9 @@ def test_few_rows_at_a_time_are_widened_to_look_for_what_is_not_finite(
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda tensors: tensors.pop(Q), rf" has no tensor {Q}, which its config\.json asks for"),
-        (
-            lambda tensors: tensors.pop("lm_head.weight"),
-            r" has no tensor lm_head\.weight, which its config\.json ask.*",
+        *(
+            (lambda tensors, name=name: tensors.pop(name), rf" has no tensor {name}, which its config\.json asks for.*")
+            for name in (Q, "lm_head.weight")
         ),
         (
             lambda tensors: tensors.update(adapter=torch.zeros(2), other=torch.zeros(2)),
@@ -486,18 +444,11 @@ def test_few_rows_at_a_time_are_widened_to_look_for_what_is_not_finite(
     ],
 )
 def test_a_tensor_missing_without_a_place_or_of_another_shape_is_named(
-    edit: Callable[[dict[str, torch.Tensor]], object], said: str, tmp_path: Path
+    edit: Callable[[dict[str, Tensor]], object], said: str, tmp_path: Path
 ) -> None:
     save(tmp_path)
     change(tmp_path, edit)
     assert re.fullmatch(re.escape(str(tmp_path)) + said, refusal(tmp_path))
-
-
-def test_old_rotary_tables_are_ignored(tmp_path: Path) -> None:
-    save(tmp_path)
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    change(tmp_path, lambda tensors: tensors.update({name: torch.zeros(4)}))
-    load_model(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -511,11 +462,14 @@ def test_quantized_tensors_are_refused(dtype: torch.dtype, save_as: Any, tmp_pat
     assert re.search(said, refusal(tmp_path))
 
 
-def test_a_second_copy_of_a_tied_output_must_be_equal(tmp_path: Path) -> None:
-    save(tmp_path, ModelConfig(**{**CONFIG.__dict__, "tie_embeddings": True}))
-    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+def test_a_tied_output_is_stored_once_and_a_second_copy_must_be_equal(tmp_path: Path) -> None:
+    save(tmp_path, replace(CONFIG, tie_embeddings=True))
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in stored
+    embedding = stored["model.embed_tokens.weight"]
     change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
-    load_model(tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.output.weight is loaded.embedding.weight
     change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": embedding + 1}))
     said = refusal(tmp_path)
     assert said.endswith("lm_head.weight differs from the embedding, but config.json has tie_word_embeddings true")
@@ -569,3 +523,133 @@ def test_the_hub_gives_pickles_only_without_safetensors_or_fails_in_one_sentence
     assert "pytorch_model*.bin" in asked
     with pytest.raises(CheckpointError, match=r"^no folder owner/none, and the hub did not provide it: no network$"):
         resolve_model("owner/none")
+
+
+# ---- in float8 -------------------------------------------------------------------------------------------------------
+
+
+def rows_of(model: Transformer, meant: dict[str, Tensor], name: str) -> list[Tensor]:
+    """What a parameter of a model should hold: the rows of its stored tensors, in their order."""
+    layout = name_table(model.config)[name]
+    units = [meant[stored].unflatten(0, (-1, rows)) for stored, rows, _ in layout]
+    return [part for unit in zip(*units, strict=True) for part in unit]
+
+
+class Keeper:
+    """What loading is asked to keep: numbers and their scales by name."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, model: Transformer, name: str, numbers: Tensor, scales: Tensor) -> None:
+        self.kept[name] = numbers, scales
+        place, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(place), kind, torch.nn.Parameter(numbers.float(), requires_grad=False))
+
+
+@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_float8_are_dequantized_row_by_row(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    meant = save_float8(tmp_path, kind)
+    model = load_model(tmp_path, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == dtype
+        assert parameter.equal(torch.cat(rows_of(model, meant, name)).to(dtype)), name
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_weights_in_float8_are_kept_with_a_scale_for_each_row(kind: str, tmp_path: Path) -> None:
+    meant, keep = save_float8(tmp_path, kind), Keeper()
+    model = load_model(tmp_path, dtype=torch.bfloat16, keep=keep)
+    assert len(keep.kept) == 4 * 2
+    for name, (numbers, scales) in keep.kept.items():
+        assert numbers.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+        assert (numbers.float() * scales[:, None]).equal(torch.cat(rows_of(model, meant, name))), name
+    assert model.output.weight.dtype == model.embedding.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["as it is", "dequantized"])
+@pytest.mark.parametrize(("name", "bad"), [(Q, torch.nan), (f"{Q}_scale", torch.nan), (f"{Q}_scale", torch.inf)])
+def test_float8_that_is_no_finite_number_is_refused(name: str, bad: float, kept: bool, tmp_path: Path) -> None:
+    save_float8(tmp_path)
+    tensor = load_file(tmp_path / "model.safetensors")[name]
+    tensor.view(-1)[-1:] = bad
+    change(tmp_path, lambda tensors: tensors.update({name: tensor}))
+    said = refusal(tmp_path, Keeper() if kept else None)
+    assert re.search(f"model.safetensors: {name if kept else Q} holds -?(nan|inf) as ", said)
+
+
+def test_what_a_checkpoint_ignores_keeps_its_dtype_and_is_found(tmp_path: Path) -> None:
+    whole, some, none = (tmp_path / name for name in ("whole", "some", "none"))
+    save_float8(whole)
+    meant = save_float8(some, plain=("lm_head", "layers.1.mlp.down_proj"), kv_cache_scheme={"num_bits": 8})
+    save_hugging_face(tiny_model(), none, dtype=torch.float32)
+    stored = read_stored_float8(whole), read_stored_float8(some)
+    assert stored[0] is not None and stored[0].other is None and not stored[0].cache
+    assert stored[1] is not None and stored[1].other == "model.layers.1.mlp.down_proj.weight" and stored[1].cache
+    assert read_stored_float8(none) is None
+    assert read_stored_dtype(some) == "bfloat16"
+    keep = Keeper()
+    model = load_model(some, keep=keep)
+    assert len(keep.kept) == 7 and "layers.1.feed_forward.w_out.weight" not in keep.kept
+    expected = meant["model.layers.1.mlp.down_proj.weight"]
+    assert model.get_parameter("layers.1.feed_forward.w_out.weight").equal(expected.bfloat16())
+
+
+def test_what_concerns_activations_or_a_cache_is_not_read(tmp_path: Path) -> None:
+    names = ["q_proj.input_scale", "k_proj.input_scale_ub", "k_scale", "v_scale", "q_scale", "o_proj.output_scale"]
+    save_float8(tmp_path, extra={f"model.layers.0.self_attn.{name}": torch.ones(1) for name in names})
+    load_model(tmp_path)
+
+
+@pytest.mark.parametrize(("said", "named"), REFUSED, ids=[named for _, named in REFUSED])
+def test_other_kinds_are_refused_by_name(said: dict[str, Any], named: str, tmp_path: Path) -> None:
+    save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
+    describe(tmp_path, said)
+    advised = "int4" if "4 bits" in named else "int8"
+    advice = f"load the unquantized checkpoint and use quantize='{advised}'"
+    assert re.search(f"config.json: quantization_config is .*{named}, which is not read .*{advice}$", refusal(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        (compressed_tensors(sparsity_config="dense"), "sparsity_config must be an object, got 'dense'"),
+        (compressed_tensors(transform_config=[1]), r"transform_config must be an object, got \[1\]"),
+        (compressed_tensors(config_groups=[{}]), r"config_groups must be an object, got \[{}\]"),
+        ({"quant_method": "a\nb" * 99, "bits": True}, "quantization_config is a ba ba .{,80}, which is not read"),
+        ({"quant_method": "fp8", "weight_block_size": [128] * 99}, r"in blocks of \[128, .{,80}, which is not read"),
+    ],
+)
+def test_a_quantization_config_of_any_shape_is_refused(said: dict[str, Any], named: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config().to_hugging_face() | {"quantization_config": said}))
+    assert re.search(named, refusal(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["self_attn.q_proj.qweight", "self_attn.q_proj.weight_packed", "mlp.up_proj.weight.absmax", "mlp.up_proj.SCB",
+     "mlp.up_proj.weight.quant_state.bitsandbytes__nf4", "self_attn.q_proj.weight_scale_inv"],
+)  # fmt: skip
+def test_packed_weights_are_refused_whatever_config_json_says(name: str, tmp_path: Path) -> None:
+    save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
+    packed = f"model.layers.0.{name}"
+    change(tmp_path, lambda tensors: (tensors.pop(Q), tensors.update({packed: torch.zeros(4, 4, dtype=torch.int32)})))
+    assert f"model.safetensors: {packed} is a part of a quantized weight" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        (f"{Q}_scale", torch.ones(2, 2), "_scale is F32 of shape [2, 2], but the scales of 32 outputs are floats of"),
+        (f"{Q}_scale", torch.ones(32, 1, dtype=torch.int32), "_scale is I32 of shape [32, 1], but the scales of 32"),
+        (f"{Q}_scale", None, "q_proj.weight is stored as F8_E4M3, but only F64, F32, F16, BF16 can be read"),
+        ("model.norm.weight_scale", torch.ones(1), "model has no place for model.norm.weight_scale"),
+    ],
+)
+def test_scales_that_belong_to_no_weight_are_refused(
+    name: str, tensor: Tensor | None, said: str, tmp_path: Path
+) -> None:
+    save_float8(tmp_path, config=tiny_config())
+    change(tmp_path, lambda tensors: tensors.pop(name) if tensor is None else tensors.update({name: tensor}))
+    assert said in refusal(tmp_path)

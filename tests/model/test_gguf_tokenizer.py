@@ -7,7 +7,6 @@ read in a text, none is added).
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ import pytest
 import sentencepiece
 
 from gpt_fast_sd.loading import find_smollm2
-from gpt_fast_sd.model import CheckpointError, ModelConfig, StreamDecoder, Tokenizer, load_tokenizer, read_config
+from gpt_fast_sd.model import CheckpointError, StreamDecoder, Tokenizer, load_tokenizer, read_config
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
 from tests.gguf_files import add_fields  # noqa: E402
+from tests.model.test_tokenizer import CONFIG, CORPUS, sentencepiece_proto  # noqa: E402
 
 FOUND: dict[str, Any] = json.loads(Path(__file__).with_name("gguf_vocabularies.json").read_text(encoding="utf-8"))
 TEXTS: list[str] = FOUND["texts"]
@@ -75,25 +75,19 @@ def refusal(path: Path) -> str:
     return str(refused.value)
 
 
+def assert_whole(tokenizer: Tokenizer, ids: list[int], text: str) -> None:
+    """The text comes back at once and token by token."""
+    stream = StreamDecoder(tokenizer)
+    assert tokenizer.decode(ids) == "".join([*(stream.push([i]) for i in ids), stream.flush()]) == text
+
+
 @pytest.mark.parametrize("cut", [*CUTS, None])
 def test_byte_pairs_have_llama_cpps_ids_for_every_way_to_cut(cut: str | None, tmp_path: Path) -> None:
     tokenizer, expected = load(write(tmp_path / "model.gguf", pre=cut)), CUTS[cut or "default"]
     for text, ids in zip(TEXTS, expected, strict=True):
         assert tokenizer.encode(text, bos=False) == ids, text
-        plain = text.replace("<|start|>", "").replace("<|end|>", "")
-        assert tokenizer.decode(ids) == plain
-        stream = StreamDecoder(tokenizer)
-        assert "".join([*(stream.push([i]) for i in ids), stream.flush()]) == plain
+        assert_whole(tokenizer, ids, text.replace("<|start|>", "").replace("<|end|>", ""))
     assert sum(ids == expected for ids in CUTS.values()) == 1  # each has ids of its own
-
-
-@pytest.mark.parametrize("cut", ["llama-bpe", "qwen2", "gpt-2"])
-def test_byte_pairs_have_transformers_ids_where_it_knows_the_cut(cut: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", pre=cut)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
-    tokenizer = load(path)
-    for text in TEXTS:
-        assert tokenizer.encode(text, bos=False) == theirs(text, add_special_tokens=False).input_ids, text
 
 
 @pytest.mark.parametrize(("cut", "kind", "n"), [("llama-bpe", 1, 1), ("llama-bpe", 5, 3), ("qwen2", 1, 3)])
@@ -109,39 +103,25 @@ def test_sentencepieces_have_llama_cpps_ids_and_come_back_whole(tmp_path: Path) 
     for text, ids in zip(TEXTS, FOUND["sentencepiece"]["ids"], strict=True):
         assert tokenizer.encode(text, bos=False) == ids, text
         if "<" not in text:  # a special token adds nothing, and a space behind it
-            ids = tokenizer.encode(text)
-            assert tokenizer.decode(ids) == text
-            stream = StreamDecoder(tokenizer)
-            assert "".join([*(stream.push([i]) for i in ids), stream.flush()]) == text
+            assert_whole(tokenizer, tokenizer.encode(text), text)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_file_made_of_a_sentencepiece_model_has_its_ids(prefix: bool, tmp_path: Path) -> None:
-    out = io.BytesIO()
-    corpus = [f"The quick brown fox number {i} jumps over {7 * i} lazy dogs; Grüße, naïve café!" for i in range(300)]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(corpus), model_writer=out, vocab_size=400, model_type="bpe", byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=prefix, minloglevel=2,
-    )  # fmt: skip
-    (tmp_path / "tokenizer.model").write_bytes(out.getvalue())
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=out.getvalue())
-    n = pieces.get_piece_size()
-    kinds = [
-        2 if pieces.is_unknown(i) else 3 if pieces.is_control(i) else 6 if pieces.is_byte(i) else 1 for i in range(n)
-    ]
+    proto = sentencepiece_proto(add_dummy_prefix=prefix)
+    (tmp_path / "tokenizer.model").write_bytes(proto)
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    ids = range(pieces.get_piece_size())
     FOUND["trained"] = {
-        "tokens": [pieces.id_to_piece(i) for i in range(n)], "kinds": kinds,
-        "scores": [pieces.get_score(i) for i in range(n)],
+        "tokens": [pieces.id_to_piece(i) for i in ids], "scores": [pieces.get_score(i) for i in ids],
+        "kinds": [2 if pieces.is_unknown(i) else 3 if pieces.is_control(i) else 6 if pieces.is_byte(i) else 1
+                  for i in ids],
     }  # fmt: skip
     path = write(tmp_path / "model.gguf", "trained", add_space_prefix=prefix, bos_token_id=None, eos_token_id=None)
-    ours = load(path)
-    config = ModelConfig(
-        vocab_size=n, dim=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=8, ffn_dim=8, max_seq_len=16
-    )
-    folder = load_tokenizer(tmp_path, config)
+    ours, folder = load(path), load_tokenizer(tmp_path, CONFIG)
     assert folder is not None
     assert (ours.bos_id, ours.eos_ids, ours.drops_first_space) == (1, (2,), prefix)
-    for text in [*TEXTS, *corpus[:5]]:
+    for text in [*TEXTS, *CORPUS[:5]]:
         if "<" not in text:  # behind a special token only old folders and llama.cpp put a space
             assert ours.encode(text) == folder.encode(text), text
             assert ours.decode(ours.encode(text)) == text

@@ -14,12 +14,9 @@ import torch
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import CausalSelf, ModelConfig, RopeScaling, Transformer, load_model
 from tests.helpers import ByteTokenizer, random_transformers_model, tiny_config, tiny_model
+from tests.model.test_config import LLAMA as CONFIG
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-}  # fmt: skip
+LLAMA = CONFIG | {"rope_theta": 10000.0}
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 OPTIONS: dict[str, dict[str, Any]] = {
     "as Qwen says to add it": {},
@@ -62,20 +59,24 @@ def assert_same_logits(theirs: Any, ours: Transformer, starts: tuple[int, ...] =
         assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max(), starts[row]
 
 
-# all others differ in frequencies or length alone, which are compared to the bit below
-@pytest.mark.parametrize("option", ["as Qwen says to add it", "an attention factor", "other turns", "both mscales"])
-def test_logits_equal_transformers_whatever_the_options(option: str, tmp_path: Path) -> None:
-    theirs = theirs_with("Llama", YARN | OPTIONS[option])
-    theirs.save_pretrained(tmp_path)
-    assert_same_logits(theirs, load_model(tmp_path, dtype=torch.float32))
+LARGE = {"factor": 3.0, "rope_theta": 1e6}
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    [("Qwen2", {}), ("Qwen3", {"head_dim": 24}), ("Mistral", {"sliding_window": None}), ("Llama", {"head_dim": 32})],
+    ("family", "rope", "changes"),
+    [
+        ("Qwen2", LARGE, {}),
+        ("Qwen3", LARGE, {"head_dim": 24}),
+        ("Mistral", LARGE, {"sliding_window": None}),
+        ("Llama", LARGE, {"head_dim": 32}),
+        # all others differ in frequencies or length alone, which are compared to the bit below
+        *(("Llama", OPTIONS[name], {}) for name in ("an attention factor", "other turns", "both mscales")),
+    ],
 )
-def test_logits_equal_transformers_in_every_family(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    theirs = theirs_with(family, YARN | {"factor": 3.0, "rope_theta": 1e6}, **changes)
+def test_logits_equal_transformers_in_every_family_and_whatever_the_options(
+    family: str, rope: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = theirs_with(family, YARN | rope, **changes)
     theirs.save_pretrained(tmp_path)
     assert_same_logits(theirs, load_model(tmp_path, dtype=torch.float32))
 

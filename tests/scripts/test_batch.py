@@ -19,27 +19,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import batch
 import journal
 from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import load_model, save_hugging_face
 from gpt_fast_sd.serving.lifecycle import Access
 from gpt_fast_sd.serving.scheduling import Schedule
-from tests.helpers import few, random_ids, tiny_model
+from tests.helpers import Refuses, few, random_ids, tiny_model
 from tests.tp.spawn import run, start_without_agent, torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(batch.__file__)
 Record = dict[str, Any]
 FLAGS = ["--no-compile", "--gamma", "2", "--budget", "16", "--batch-size", "3", "--max-seq-len", "200"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_hugging_face(tiny_model(), folder, dtype=torch.float32)
-    return folder
 
 
 def write_lines(path: Path, records: Sequence[Record | str]) -> Path:
@@ -63,35 +54,39 @@ def prompts(n: int, max_tokens: int = 6) -> list[Record]:
 class Job:
     """A job of batch.py in this process: in.jsonl, out.jsonl and out.rejects.jsonl of a folder of its own."""
 
-    def __init__(self, model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.model, self.capsys = model, capsys
+    def __init__(self, model: Path, folder: Path, refuses: Refuses) -> None:
+        self.model, self.refuses = model, refuses
         self.source, self.output, self.rejected = (folder / f"{name}.jsonl" for name in ("in", "out", "out.rejects"))
 
-    def give(self, records: Sequence[Record | str]) -> None:
+    def give(self, *records: Record | str) -> None:
         write_lines(self.source, records)
 
-    def code(self, *flags: str, **other: Path) -> int:
-        """The exit code of a run; other: source, output or model."""
+    def argv(self, *flags: object, **other: Path) -> list[str]:
+        """What is typed; other: source, output or model."""
         source, output, model = (str(other.pop(name, getattr(self, name))) for name in ("source", "output", "model"))
         assert not other
+        return [source, output, "--model", model, *FLAGS, *map(str, flags)]
+
+    def code(self, *flags: object, **other: Path) -> int:
+        """The exit code of a run."""
         try:
-            batch.main([source, output, "--model", model, *FLAGS, *flags])
+            batch.main(self.argv(*flags, **other))
         except SystemExit as stopped:
             assert isinstance(stopped.code, int)
             return stopped.code
         return 0
 
-    def refusal(self, *flags: str, **other: Path) -> str:
-        """The one line on stderr of a run that must exit with 2 and print nothing else."""
-        self.capsys.readouterr()
-        assert self.code(*flags, **other) == 2
-        out, err = self.capsys.readouterr()
-        assert out == "" and "Traceback" not in err
-        return err.strip().splitlines()[-1]
+    def refusal(self, *flags: object, **other: Path) -> str:
+        return self.refuses(batch.main, *self.argv(*flags, **other))
 
     @property
     def lines(self) -> list[Record]:
         return read_lines(self.output)
+
+    @property
+    def places(self) -> list[int]:
+        """Of the lines that are written, in their order."""
+        return [record["index"] for record in self.lines]
 
     @property
     def rejects(self) -> list[Record]:
@@ -99,25 +94,24 @@ class Job:
 
 
 @pytest.fixture
-def job(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Job:
-    return Job(model, tmp_path, capsys)
+def job(tiny_folder: Path, tmp_path: Path, refuses: Refuses) -> Job:
+    return Job(tiny_folder, tmp_path, refuses)
 
 
 # ---- what comes out --------------------------------------------------------------------------------------------------
 
 
-def test_every_line_is_continued_as_the_engine_alone_continues_it(job: Job, model: Path) -> None:
+def test_every_line_is_continued_as_the_engine_alone_continues_it(job: Job) -> None:
     records = prompts(8)
-    job.give(records)
-    assert job.code("--seed", "5") == 0
-    engine = Engine(load_model(model), None, EngineConfig(batch_size=3, max_seq_len=200, compile=False))
+    job.give(*records)
+    assert job.code("--seed", 5) == 0
+    engine = Engine(load_model(job.model), None, EngineConfig(batch_size=3, max_seq_len=200, compile=False))
     params = [
         SamplingParams(max_tokens=r["max_tokens"], temperature=r.get("temperature", 0.0), seed=5 + i)
         for i, r in enumerate(records)
     ]
-    expected = engine.generate([r["prompt"] for r in records], params)
-    found = job.lines
-    assert [r["index"] for r in found] == list(range(8)) and [r["id"] for r in found] == [r["id"] for r in records]
+    expected, found = engine.generate([r["prompt"] for r in records], params), job.lines
+    assert [(r["index"], r["id"]) for r in found] == [(i, r["id"]) for i, r in enumerate(records)]
     for record, completion in zip(found, expected, strict=True):
         assert record["finish_reason"] == completion.finish_reason
         assert set(record) == {"index", "id", "tokens", "text", "finish_reason", "stats"}
@@ -127,11 +121,9 @@ def test_every_line_is_continued_as_the_engine_alone_continues_it(job: Job, mode
 
 
 def test_lines_written_as_they_finish_are_the_same_lines(job: Job, tmp_path: Path) -> None:
-    records = [r | {"max_tokens": 40 if i == 0 else 3} for i, r in enumerate(prompts(9))]
-    job.give(records)
-    assert job.code(output=tmp_path / "a.jsonl") == 0
-    assert job.code("--order", "finished", output=tmp_path / "b.jsonl") == 0
-    ordered, finished = read_lines(tmp_path / "a.jsonl"), read_lines(tmp_path / "b.jsonl")
+    job.give(*(r | {"max_tokens": 40 if i == 0 else 3} for i, r in enumerate(prompts(9))))
+    assert job.code(output=tmp_path / "a.jsonl") == job.code("--order", "finished") == 0
+    ordered, finished = read_lines(tmp_path / "a.jsonl"), job.lines
     assert finished[0]["index"] != 0 and finished != ordered
     assert sorted(finished, key=lambda r: r["index"]) == ordered
 
@@ -156,13 +148,12 @@ def test_lines_that_make_no_sense_are_rejected_by_number(job: Job, capsys: pytes
         ({"prompt": [1], "stop": "x"}, "no tokenizer to find them with"),
         ({"prompt": [1] * 198, "max_tokens": 3}, "too long: 198 tokens and max_tokens 3 are 201, over --max-seq-l"),
     ]
-    records = [fine, "", *(record for record, _ in wrong), fine]
-    job.give(records)
+    job.give(fine, "", *(record for record, _ in wrong), fine)
     with job.source.open("ab") as file:
         file.write(b'{"prompt": "caf\xe9"}\n')
     wrong.append(("", "not UTF-8 text: byte 15 is 0xe9"))
     assert job.code("--max-new-tokens", "4") == 4
-    assert [r["index"] for r in job.lines] == [0, 2 + len(wrong) - 1]
+    assert job.places == [0, 2 + len(wrong) - 1]
     rejects = job.rejects
     assert [r["line"] for r in rejects] == [*range(3, 2 + len(wrong)), 3 + len(wrong)]
     for reject, (_, said) in zip(rejects, wrong, strict=True):
@@ -182,9 +173,9 @@ def test_a_line_longer_than_any_is_rejected_and_not_held(job: Job, monkeypatch: 
     fine = {"tokens": [1, 2, 3]}
     blank = " " * 65  # a line that begins so was skipped, or cut where its blanks are
     too_long = ["x" * 65, "x" * 1000, "x" * 129, f"{blank}x", f'{{"tokens": [1]}}{blank}x', f"{blank}{blank}"]
-    job.give([fine, "x" * 64, *too_long, fine, " " * 64])
+    job.give(fine, "x" * 64, *too_long, fine, " " * 64)
     assert job.code("--max-new-tokens", "2") == 4
-    assert [record["index"] for record in job.lines] == [0, 8]
+    assert job.places == [0, 8]
     rejects = job.rejects
     assert [(reject["index"], len(reject["input"])) for reject in rejects] == [(i, 64) for i in range(1, 8)]
     assert all(reject["reason"] == "too long: over 64 bytes" for reject in rejects[1:])
@@ -209,11 +200,9 @@ def fail_where(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[Any], bool], e
 def test_a_line_on_which_the_engine_fails_alone_is_rejected(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records = prompts(20)
-    whole = tmp_path / "whole.jsonl"
-    job.give(records)
+    records, whole, bad = prompts(20), tmp_path / "whole.jsonl", [4, 5, 11, 19]
+    job.give(*records)
     assert job.code("--order", order, output=whole) == 0
-    bad = [4, 5, 11, 19]
     ids = [records[i]["prompt"] for i in bad]
     failed = fail_where(monkeypatch, lambda row: row.prompt in ids, RuntimeError("shapes\nof two"))
     assert job.code("--order", order) == 4
@@ -233,19 +222,18 @@ def test_a_line_on_which_the_engine_fails_alone_is_rejected(
 
 def test_a_line_that_fails_late_does_not_stop_those_behind_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "AHEAD", 2)
-    records = [{"prompt": [7], "max_tokens": 60 if i == 0 else 1} for i in range(20)]
-    job.give(records)
+    job.give(*({"prompt": [7], "max_tokens": 60 if i == 0 else 1} for i in range(20)))
     fail_where(monkeypatch, lambda row: row.params.max_tokens == 60 and len(row.tokens) > 30, RuntimeError("late"))
     assert job.code("--ignore-eos", "--draft", "off") == 4
-    assert [record["index"] for record in job.lines] == [*range(1, 20)]
+    assert job.places == [*range(1, 20)]
 
 
 def test_three_bad_lines_one_after_another_are_no_broken_engine(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    job.give(prompts(12))
-    bad = [prompts(12)[i]["prompt"] for i in (4, 5, 6, 7)]
+    job.give(*prompts(12))
+    bad = [record["prompt"] for record in prompts(12)[4:8]]
     fail_where(monkeypatch, lambda row: row.prompt in bad, RuntimeError("no"))
     assert job.code() == 4
-    assert [record["index"] for record in job.lines] == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert job.places == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
 def test_an_engine_that_fails_before_it_takes_a_line_ends_the_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,39 +242,39 @@ def test_an_engine_that_fails_before_it_takes_a_line_ends_the_job(job: Job, monk
         yield
 
     monkeypatch.setattr(Schedule, "run", broken)
-    job.give(prompts(3))
-    assert job.code() == 1
-    assert not job.rejected.exists()
+    job.give(*prompts(3))
+    assert job.code() == 1 and not job.rejected.exists()
 
 
 def test_an_error_of_what_reads_the_lines_is_not_the_engine_s(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = batch.Share.lines
-
     def short_of_memory(share: batch.Share) -> Any:
-        for index, raw in lines(share):
-            if index == 5:
-                raise MemoryError("a line of 100 GB")
-            yield index, raw
+        yield from ((i, json.dumps(record).encode()) for i, record in enumerate(prompts(5)))
+        raise MemoryError("a line of 100 GB")
 
-    job.give(prompts(9))
+    job.give(*prompts(9))
     monkeypatch.setattr(batch.Share, "lines", short_of_memory)
     monkeypatch.setattr(batch.Share, "__len__", lambda share: 9)
     with pytest.raises(MemoryError):
         job.code()
 
 
+def ended(job: Job, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What is said on stderr by a job that ends, rejects nothing, and can be gone on with."""
+    assert job.code() == 1
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].endswith("the same command goes on from here") and not job.rejected.exists()
+    return said
+
+
 @pytest.mark.parametrize(("error", "tries"), [(RuntimeError("no room"), 3), (torch.AcceleratorError("lost"), 1)])
 def test_an_engine_that_fails_on_every_line_rejects_none(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, tries: int
 ) -> None:
-    job.give(prompts(9))
+    job.give(*prompts(9))
     with monkeypatch.context() as patched:
         failed = fail_where(patched, lambda row: True, error)
-        assert job.code() == 1
+        assert ended(job, capsys)[-1].startswith(f"batch.py: the engine failed: {type(error).__name__}: ")
     assert len(failed) == tries
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith(f"batch.py: the engine failed: {type(error).__name__}: ") and said.endswith("from here")
-    assert not job.rejected.exists()
     assert job.code() == 0 and len(job.lines) == 9
 
 
@@ -294,7 +282,7 @@ def test_an_engine_that_broke_blames_no_line(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It refuses every later call, and says that a new one must be built: a line is not to blame for that."""
-    job.give(prompts(9))
+    job.give(*prompts(9))
     failed, at_work = [], Access.at_work
 
     def breaking(self: Access, *args: Any) -> Any:
@@ -303,15 +291,11 @@ def test_an_engine_that_broke_blames_no_line(
         return at_work(self, *args)
 
     with monkeypatch.context() as patched:
-        error = RuntimeError("once")
-        calls = fail_where(patched, lambda row: not failed.append("RuntimeError: once"), error)
+        calls = fail_where(patched, lambda row: not failed.append("RuntimeError: once"), RuntimeError("once"))
         patched.setattr(Access, "at_work", breaking)
-        assert job.code() == 1
-    assert len(calls) == 1
-    said = capsys.readouterr().err.strip().splitlines()
+        said = ended(job, capsys)
+    assert len(calls) == 1 and "build a new engine" in said[-1]
     assert any("each line is tried alone" in line for line in said)
-    assert "build a new engine" in said[-1] and said[-1].endswith("the same command goes on from here")
-    assert not job.rejected.exists()
     assert job.code() == 0 and len(job.lines) == 9
 
 
@@ -319,10 +303,9 @@ def test_an_error_among_processes_is_left_to_their_guard(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rank that is lost fails its peers in their own ways: no line is tried alone, and none is rejected."""
-    job.give(prompts(9))
-    lost = dist.DistBackendError("Connection closed by peer")
+    job.give(*prompts(9))
+    lost, work = dist.DistBackendError("Connection closed by peer"), batch.run
     failed = fail_where(monkeypatch, lambda row: True, lost)
-    work = batch.run
 
     def among_others(engine: Engine, *args: Any) -> int:
         object.__setattr__(engine.parallel, "mesh", object())
@@ -335,14 +318,12 @@ def test_an_error_among_processes_is_left_to_their_guard(
     with pytest.raises(dist.DistBackendError) as caught:
         job.code()
     assert caught.value is lost and len(failed) == 1
-    assert "tried alone" not in capsys.readouterr().err
-    assert not job.rejected.exists()
+    assert "tried alone" not in capsys.readouterr().err and not job.rejected.exists()
 
 
 def test_an_input_without_a_prompt_gives_an_output_without_a_line(job: Job) -> None:
-    job.give(["", ""])
-    assert job.code() == 0
-    assert job.output.read_bytes() == b""
+    job.give("", "")
+    assert job.code() == 0 and job.output.read_bytes() == b""
 
 
 class Watched:
@@ -378,17 +359,15 @@ class Watched:
 @pytest.mark.parametrize("order", ["input", "finished"])
 def test_a_line_is_read_when_a_slot_is_free_for_it(job: Job, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
     watched = Watched(monkeypatch)
-    job.give(prompts(20))
+    job.give(*prompts(20))
     assert job.code("--order", order) == 0
     assert (watched.read, watched.finished, watched.most_ahead) == (20, 20, 3)
 
 
 def test_slots_do_not_run_dry_before_the_file_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
-    records = [{"prompt": [1, i], "max_tokens": 64 if i in (0, 47) else 2} for i in range(100)]
-    job.give(records)
-    flags = ["--order", "finished", "--draft", "off", "--ignore-eos"]
-    assert job.code(*flags) == 0
+    job.give(*({"prompt": [1, i], "max_tokens": 64 if i in (0, 47) else 2} for i in range(100)))
+    assert job.code("--order", "finished", "--draft", "off", "--ignore-eos") == 0
     assert watched.row_rounds == 2 * 64 + 98 * 2
     assert watched.rounds <= 115  # three slots: 108, were it to come out even
 
@@ -396,10 +375,8 @@ def test_slots_do_not_run_dry_before_the_file_ends(job: Job, monkeypatch: pytest
 def test_few_lines_wait_behind_a_slow_one(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     monkeypatch.setattr(batch, "AHEAD", 4)
-    records = [{"prompt": [1, i], "max_tokens": 90 if i == 0 else 2} for i in range(60)]
-    job.give(records)
-    assert job.code("--draft", "off", "--ignore-eos") == 0
-    assert [r["index"] for r in job.lines] == list(range(60))
+    job.give(*({"prompt": [1, i], "max_tokens": 90 if i == 0 else 2} for i in range(60)))
+    assert job.code("--draft", "off", "--ignore-eos") == 0 and job.places == [*range(60)]
     assert watched.most_kept == 4 * 3 - 1  # all that were read but the first
     watched.most_kept = 0
     assert job.code("--draft", "off", "--order", "finished", output=tmp_path / "any.jsonl") == 0
@@ -409,42 +386,33 @@ def test_few_lines_wait_behind_a_slow_one(job: Job, tmp_path: Path, monkeypatch:
 # ---- killed and started again ----------------------------------------------------------------------------------------
 
 
-def kill_when(command: Sequence[str], output: Path, n_lines: int) -> bool:
-    """Start it and kill it (SIGKILL) once its output has so many lines; whether it was still running."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None:
-        if output.exists() and output.read_bytes().count(b"\n") >= n_lines:
-            process.send_signal(signal.SIGKILL)
-            return process.wait() == -signal.SIGKILL
+def kill_when(folder: Path, n_lines: int, process: subprocess.Popen[str]) -> None:
+    """Kill it (SIGKILL) once its job has written so many lines, in whatever part of its output."""
+    end = time.monotonic() + 120
+    while sum(path.read_bytes().count(b"\n") for path in folder.glob("out.jsonl*")) < n_lines:
+        assert process.poll() is None and time.monotonic() < end
         time.sleep(0.01)
-    return False
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
     ("order", "kills"), few([("input", [25]), ("input", [3, 25]), ("finished", [10])], [("input", [25])])
 )
 def test_killed_and_started_again_nothing_is_lost_or_doubled(
-    job: Job, model: Path, tmp_path: Path, order: str, kills: list[int]
+    job: Job, tmp_path: Path, order: str, kills: list[int]
 ) -> None:
     records: list[Record | str] = [*prompts(60, max_tokens=24)]
     records[5] = records[40] = "{bad"
-    job.give(records)
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "batch.py"),
-        *map(str, (job.source, job.output)),
-        "--model",
-        str(model),
-    ]
-    command += [*FLAGS, "--order", order]
+    job.give(*records)
     for n_lines in kills:
-        assert kill_when(command, job.output, n_lines)
+        command = [sys.executable, str(PROGRAM), *job.argv("--order", order)]
+        kill_when(tmp_path, n_lines, subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True))
         assert n_lines <= len(job.output.read_bytes().splitlines()) < 58
         with job.output.open("ab") as file:  # as if the machine had failed in the middle of a line
             file.write(b'{"index": 57, "id": "line 57", "tok')
-    assert job.code("--order", order) == 4
     whole = tmp_path / "whole.jsonl"
-    assert job.code("--order", order, output=whole) == 4
+    assert job.code("--order", order) == job.code("--order", order, output=whole) == 4
     expected, found = read_lines(whole), job.lines
     if order == "finished":
         expected, found = (sorted(lines, key=lambda r: r["index"]) for lines in (expected, found))
@@ -457,18 +425,9 @@ LOST = re.compile(r"rank \d of 2 stops: another rank is gone, or did not answer 
 
 def job_of_two(folder: Path, tp: int, model: Path | str, n_lines: int = 60) -> tuple[list[object], Path]:
     """The arguments of a job for two ranks, and its output."""
-    records: list[Record | str] = [*prompts(n_lines, max_tokens=24)]
-    records += ["{bad"] * 2
-    source, output = write_lines(folder / "in.jsonl", records), folder / "out.jsonl"
+    source, output = folder / "in.jsonl", folder / "out.jsonl"
+    write_lines(source, [*prompts(n_lines, max_tokens=24), "{bad", "{bad"])
     return [source, output, "--model", model, *FLAGS, "--device", "cpu", "--tp", tp], output
-
-
-def wait_for_lines(folder: Path, n: int, process: subprocess.Popen[str]) -> None:
-    """Return when a job has written so many lines, in whatever part of its output."""
-    end = time.monotonic() + 120
-    while sum(path.read_bytes().count(b"\n") for path in folder.glob("out.jsonl*")) < n:
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -476,10 +435,9 @@ def wait_for_lines(folder: Path, n: int, process: subprocess.Popen[str]) -> None
 def test_a_rank_that_is_killed_ends_the_other_and_loses_no_line(tp: int, victim: int, tmp_path: Path) -> None:
     """As one model in two parts and as two replicas, of which one still ends its own share; no agent kills it."""
     args, output = job_of_two(tmp_path, tp, "bundled")
-    ranks = start_without_agent(2, ROOT / "scripts" / "batch.py", *args)
+    ranks = start_without_agent(2, PROGRAM, *args)
     try:
-        wait_for_lines(tmp_path, 8, ranks[victim])
-        ranks[victim].kill()
+        kill_when(tmp_path, 8, ranks[victim])
         said, errors = ranks[1 - victim].communicate(timeout=120)
     finally:
         for rank in ranks:
@@ -488,7 +446,7 @@ def test_a_rank_that_is_killed_ends_the_other_and_loses_no_line(tp: int, victim:
     assert ranks[1 - victim].returncode == 1 and said == ""
     assert LOST.fullmatch(errors.splitlines(keepends=True)[-1]) and "Traceback" not in errors, errors
     kept = [path.read_bytes() for path in sorted(tmp_path.glob("out.jsonl*"))]
-    done = run(torchrun(2, ROOT / "scripts" / "batch.py", *args))
+    done = run(torchrun(2, PROGRAM, *args))
     # torchrun takes any other code for a crash
     assert done.returncode == 0 and "60 prompts continued" in done.stdout, done.stderr[-500:]
     assert "2 lines were rejected" in done.stdout and len(read_lines(tmp_path / "out.rejects.jsonl")) == 2
@@ -502,9 +460,9 @@ def test_a_rank_that_is_killed_ends_the_other_and_loses_no_line(tp: int, victim:
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("what", ["foreign", "full"])
-def test_what_one_rank_cannot_do_is_one_sentence_of_each(what: str, tp: int, model: Path, tmp_path: Path) -> None:
+def test_what_one_rank_cannot_do_is_one_sentence_of_each(what: str, tp: int, tiny_folder: Path, tmp_path: Path) -> None:
     """The other one printed where in the middle of waiting it was."""
-    args, output = job_of_two(tmp_path, tp, model)
+    args, output = job_of_two(tmp_path, tp, tiny_folder)
     if what == "foreign":
         output.write_text("my notes\n")
     else:
@@ -514,7 +472,7 @@ def test_what_one_rank_cannot_do_is_one_sentence_of_each(what: str, tp: int, mod
         sitecustomize.write_text(f"import os, resource\nif os.environ['RANK'] == '0':\n    {limit}\n")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(tmp_path / "site"))
-        ranks = start_without_agent(2, ROOT / "scripts" / "batch.py", *args)
+        ranks = start_without_agent(2, PROGRAM, *args)
     (out, first), (_, second) = (rank.communicate(timeout=120) for rank in ranks)
     assert out == "" and "Traceback" not in first + second
     lines = [errors.splitlines(keepends=True)[-1] for errors in (first, second)]
@@ -526,12 +484,12 @@ def test_what_one_rank_cannot_do_is_one_sentence_of_each(what: str, tp: int, mod
     written = output if tp == 2 else tmp_path / "out.jsonl.part0of2"
     assert ranks[0].returncode == 1
     assert lines[0] == f"batch.py: {written}: File too large; the same command goes on from here\n"
-    assert run(torchrun(2, ROOT / "scripts" / "batch.py", *args)).returncode == 0
+    assert run(torchrun(2, PROGRAM, *args)).returncode == 0
     assert [record["index"] for record in read_lines(output)] == [*range(60)]
 
 
 def test_a_run_begun_with_other_flags_model_or_input_is_refused(job: Job, tmp_path: Path) -> None:
-    job.give(prompts(4))
+    job.give(*prompts(4))
     assert job.code() == 0
     before = job.output.read_bytes()
     assert "was begun with temperature 0.0, not 0.5" in job.refusal("--temperature", "0.5")
@@ -543,59 +501,54 @@ def test_a_run_begun_with_other_flags_model_or_input_is_refused(job: Job, tmp_pa
     save_hugging_face(tiny_model(seed=1), another, dtype=torch.bfloat16)
     assert "was begun with model" in job.refusal(model=another)
     assert job.output.read_bytes() == before
-    assert job.code("--threads", "1") == 0  # of no consequence
-    assert job.code("--fresh", "--gamma", "3", source=other) == 0
-    assert [r["index"] for r in job.lines] == list(range(5))
+    assert job.code("--threads", 1) == 0  # of no consequence
+    assert job.code("--fresh", "--gamma", 3, source=other) == 0 and job.places == [*range(5)]
 
 
 def test_a_run_begun_before_a_flag_existed_continues_with_its_default(job: Job, tmp_path: Path) -> None:
-    job.give(prompts(2))
+    job.give(*prompts(2))
     assert job.code() == 0
-    state = json.loads((tmp_path / "out.state.json").read_text())
+    path = tmp_path / "out.state.json"
+    state = json.loads(path.read_text())
     older = {name: value for name, value in state.items() if name not in journal.LATER}
     assert len(older) == len(state) - 4
-    (tmp_path / "out.state.json").write_text(json.dumps(older))
+    path.write_text(json.dumps(older))
     assert job.code() == 0
-    assert "was begun with n_sink 4, not 8" in job.refusal("--n-sink", "8")
+    assert "was begun with n_sink 4, not 8" in job.refusal("--n-sink", 8)
     del older["parse_special"]  # special tokens were read at that time
-    (tmp_path / "out.state.json").write_text(json.dumps(older))
+    path.write_text(json.dumps(older))
     assert "was begun with parse_special True, not False" in job.refusal()
     assert job.code("--parse-special") == 0
 
 
 def test_gguf_models_are_told_apart_by_pages_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "BEGINNING", 1 << 21)
-    paths = [tmp_path / f"m-0000{part}-of-00002.gguf" for part in (1, 2)]
+    paths, size = [tmp_path / f"m-0000{part}-of-00002.gguf" for part in (1, 2)], 5 << 20
     for path in paths:
-        path.write_bytes(bytes(5 << 20))
+        path.write_bytes(bytes(size))
     first = batch.fingerprint_of_model(paths[0])
     assert set(first["weights"]) == {path.name for path in paths}
     assert batch.fingerprint_of_model(paths[1])["weights"] == first["weights"]  # whichever part is named
+    # a header may be larger than a MiB; the last byte; a change of weights reaches far: one tensor of another kind
+    changes = [(at, 1) for at in (0, (2 << 20) - 1, size - 1)] + [(at, 1 << 19) for at in range(0, size, 1 << 18)]
     for path in paths:
-        for at in (0, (2 << 20) - 1, (5 << 20) - 1):  # a header may be larger than a MiB; the last byte
-            data = bytearray(5 << 20)
-            data[at] = 1
+        for at, n in changes:
+            data = bytearray(size)
+            data[at : at + n] = bytes([1]) * len(data[at : at + n])
             path.write_bytes(data)
             assert batch.fingerprint_of_model(paths[0]) != first, (path.name, at)
-        path.write_bytes(bytes(5 << 20))
-        for at in range(0, 5 << 20, 1 << 18):  # a change of weights reaches far: one tensor of another kind
-            data = bytearray(5 << 20)
-            data[at : at + (1 << 19)] = bytes([1]) * len(data[at : at + (1 << 19)])
-            path.write_bytes(data)
-            assert batch.fingerprint_of_model(paths[0]) != first, (path.name, at)
-        path.write_bytes(bytes(5 << 20))
+        path.write_bytes(bytes(size))
     assert batch.fingerprint_of_model(paths[0]) == first
 
 
 def test_flags_may_change_as_long_as_nothing_is_written(job: Job) -> None:
-    job.give(prompts(2))
-    said = job.refusal("--draft", "early_exit", "--exit-layers", "2")
-    assert "below the model's 2 layers" in said
+    job.give(*prompts(2))
+    assert "below the model's 2 layers" in job.refusal("--draft", "early_exit", "--exit-layers", 2)
     assert job.code() == 0
 
 
 def test_a_file_of_another_program_is_left_alone(job: Job, tmp_path: Path) -> None:
-    job.give(prompts(2))
+    job.give(*prompts(2))
     job.output.write_text("my notes\n")
     assert "holds something, and no out.state.json says what made it" in job.refusal()
     assert job.output.read_text() == "my notes\n"
@@ -625,7 +578,7 @@ def test_a_file_of_another_program_is_left_alone(job: Job, tmp_path: Path) -> No
 def test_damaged_doubled_and_foreign_lines_are_never_done(
     job: Job, damage: Callable[[bytes, bytes], bytes], said: str
 ) -> None:
-    job.give(prompts(2))
+    job.give(*prompts(2))
     assert job.code() == 0
     damaged = damage(*job.output.read_bytes().splitlines(keepends=True))
     job.output.write_bytes(damaged)
@@ -634,7 +587,7 @@ def test_damaged_doubled_and_foreign_lines_are_never_done(
 
 
 def test_a_job_does_not_go_on_with_other_weights_of_the_same_size(job: Job, tmp_path: Path) -> None:
-    job.give(prompts(2))
+    job.give(*prompts(2))
     job.model = tmp_path / "model"
     save_hugging_face(tiny_model(), job.model, dtype=torch.float32)
     assert job.code() == 0
@@ -644,19 +597,14 @@ def test_a_job_does_not_go_on_with_other_weights_of_the_same_size(job: Job, tmp_
 
 @pytest.mark.parametrize(("last", "name"), [({"tokens": [1, 2]}, "out.jsonl"), ("{bad", "out.rejects.jsonl")])
 def test_a_disk_that_stays_full_is_one_sentence(
-    job: Job,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    last: Record | str,
-    name: str,
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: Any, name: str
 ) -> None:
-    """What closed the job.output tried again, and its error took the place of the sentence."""
+    """What closed the output tried again, and its error took the place of the sentence."""
 
     def full(self: journal.Log) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
 
-    job.give([*prompts(1), last])
+    job.give(*prompts(1), last)
     with monkeypatch.context() as within:
         within.setattr(journal.Log, "sync", full)
         within.setattr(journal, "SYNC", -1.0)
@@ -666,10 +614,9 @@ def test_a_disk_that_stays_full_is_one_sentence(
     assert job.code() == (4 if last == "{bad" else 0)
 
 
-def test_two_processes_do_not_write_one_output(job: Job, tmp_path: Path) -> None:
-    job.output = tmp_path / "out.jsonl"
+def test_two_processes_do_not_write_one_output(job: Job) -> None:
     log = journal.Log(job.output).open()
-    job.give(prompts(2))
+    job.give(*prompts(2))
     assert "is being written by another process" in job.refusal("--fresh")
     log.close()
     assert job.code() == 0
@@ -677,63 +624,38 @@ def test_two_processes_do_not_write_one_output(job: Job, tmp_path: Path) -> None
 
 def test_two_processes_do_not_share_a_file_of_rejects(job: Job, tmp_path: Path) -> None:
     """Both had index 1 there, which ended one of them in the middle of its work."""
-    job.output, rejects = tmp_path / "out.jsonl", tmp_path / "rejects.jsonl"
-    job.give([*prompts(1), "{bad"])
+    rejects = tmp_path / "rejects.jsonl"
+    job.give(*prompts(1), "{bad")
     log = journal.Log(tmp_path / "other.jsonl", other=rejects)
-    said = job.refusal("--rejects", str(rejects))
+    said = job.refusal("--rejects", rejects)
     assert said == f"batch.py: {rejects} is being written by another process: wait for it, or end it"
     log.close()
     assert not rejects.exists()
-    assert job.code("--rejects", str(rejects)) == 4
+    assert job.code("--rejects", rejects) == 4
     assert [record["index"] for record in read_lines(rejects)] == [1]
 
 
 @pytest.mark.parametrize("before", ["nothing", "a job that --fresh would forget"])
 @pytest.mark.parametrize("wrong", ["no weights", "a layer too many"])
-def test_what_is_refused_changes_and_leaves_no_file(
-    job: Job, model: Path, tmp_path: Path, wrong: str, before: str
-) -> None:
+def test_what_is_refused_changes_and_leaves_no_file(job: Job, tmp_path: Path, wrong: str, before: str) -> None:
     """An empty output and a state were left, and what it had held was gone before there was an engine."""
-    job.give(prompts(3))
-    flags = ["--fresh"]
+    job.give(*prompts(3))
     if before == "nothing":
         journal.lock_of(job.output).touch()  # stays: another process may be about to take it
     else:
         assert job.code() == 0
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
     if wrong == "no weights":
-        empty = tmp_path / "model"
-        empty.mkdir()
-        (empty / "config.json").write_bytes((model / "config.json").read_bytes())
-        assert "has no weights" in job.refusal(*flags, model=empty)
+        (empty := tmp_path / "model").mkdir()
+        (empty / "config.json").write_bytes((job.model / "config.json").read_bytes())
+        assert "has no weights" in job.refusal("--fresh", model=empty)
     else:
-        flags += ["--draft", "early_exit", "--exit-layers", "2"]
-        assert "below the model's 2 layers" in job.refusal(*flags)
+        assert "below the model's 2 layers" in job.refusal("--fresh", "--draft", "early_exit", "--exit-layers", 2)
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == files
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--max-seq-len", "5000"], "--max-seq-len 5,000 is over the model's 4,096 positions"),
-        (["--batch-size", "0"], "expected a whole number of at least 1, got '0'"),
-        (["--gamma", "17"], "gamma must be from 1 to 16, got 17"),
-        (["--draft", "standalone"], "needs draft_model"),
-        (["--temperature", "-1"], "temperature must be 0 (greedy) or a positive number"),
-        (["--order", "random"], "'random'"),
-        (["--seed", "-1"], "seed must be"),
-        (["--tp", "2"], "tp must divide the number of processes"),
-        (["--rejects", "nowhere/r.jsonl"], "there is no folder"),
-        (["--model", "nowhere"], "no folder nowhere"),
-    ],
-)
-def test_a_mistake_is_one_sentence_before_any_work(job: Job, flags: list[str], said: str) -> None:
-    job.give(prompts(1))
-    assert said in job.refusal(*flags)
-
-
 def test_an_input_that_is_missing_or_the_output_itself_is_refused(job: Job, tmp_path: Path) -> None:
-    job.give(prompts(1))
+    job.give(*prompts(1))
     assert "nowhere.jsonl is not there" in job.refusal(source=tmp_path / "nowhere.jsonl")
     assert "is no file that can be read twice" in job.refusal(source=Path(os.devnull))
     assert "are the same file" in job.refusal(output=job.source)

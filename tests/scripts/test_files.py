@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,14 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-
-from gpt_fast_sd.model import save_hugging_face
-from maintain import hero
-from tests.helpers import tiny_model
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import common
 import batch
@@ -32,8 +26,12 @@ import generate
 import needles
 import peers
 import plan
+from gpt_fast_sd.loading import BUNDLED
+from maintain import hero
+from tests.helpers import Refuses
 
 ROOT = Path(__file__).resolve().parents[2]
+SHORT = "--model bundled --prompt One --max-new-tokens 3 --no-compile --device cpu"
 PROGRAMS: dict[str, tuple[Callable[[list[str]], object], list[str]]] = {
     # {} is a file that is read; then flags of what is written
     "generate.py --prompts": (generate.main, ["--prompts", "{}"]),
@@ -58,19 +56,8 @@ EVERY = [(program, flag) for program in PROGRAMS for flag in OUTPUTS.get(program
 CASES = [(*one, "same") for one in EVERY] + [(*EVERY[0], how) for how in ("symlink", "hard link", "another way")]
 
 
-def said(main: Callable[[list[str]], object], argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one sentence of a refusal."""
-    with pytest.raises(SystemExit) as stopped:
-        main(argv)
-    out, err = capsys.readouterr()
-    assert stopped.value.code == 2 and out == "" and "Traceback" not in err
-    return str(err.strip().splitlines()[-1])
-
-
 @pytest.mark.parametrize(("program", "flag", "how"), CASES)
-def test_what_is_read_is_never_replaced(
-    program: str, flag: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_read_is_never_replaced(program: str, flag: str, how: str, tmp_path: Path, refuses: Refuses) -> None:
     source = tmp_path / ("in.png" if flag == "--plot" else "in.jsonl")
     source.write_text('{"prompt": "One"}\n')
     output = {
@@ -85,35 +72,32 @@ def test_what_is_read_is_never_replaced(
     given += [*([flag] if flag else []), str(output)]
     if program == "batch.py" and flag:  # it also needs an output
         given.insert(1, str(tmp_path / "out.jsonl"))
-    assert "are the same file" in said(main, given, capsys)
+    assert "are the same file" in refuses(main, *given)
     assert source.read_text() == '{"prompt": "One"}\n'
 
 
 @pytest.mark.parametrize("name", ["out.state.json", "out.jsonl.lock"])
-def test_what_batch_keeps_is_no_input_either(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, output = tmp_path / name, str(tmp_path / "out.jsonl")
+def test_what_batch_keeps_is_no_input_either(name: str, tmp_path: Path, refuses: Refuses) -> None:
+    source, output = tmp_path / name, tmp_path / "out.jsonl"
     source.write_text('{"prompt": "One"}\n')
-    for argv in ([str(source), output], [str(ROOT / "README.md"), output, "--rejects", str(source)]):
-        assert "are the same file" in said(batch.main, argv, capsys)
+    for argv in ([source, output], [ROOT / "README.md", output, "--rejects", source]):
+        assert "are the same file" in refuses(batch.main, *argv)
     assert source.read_text() == '{"prompt": "One"}\n'
 
 
 @pytest.mark.parametrize("model", ["bundled", None])
 @pytest.mark.parametrize("flag", ["--json", "--report"])
-def test_a_file_of_the_model_is_never_replaced(
-    flag: str, model: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = ROOT / "gpt_fast_sd" / "bundled" / "config.json"
+def test_a_file_of_the_model_is_never_replaced(flag: str, model: str | None, refuses: Refuses) -> None:
+    config = BUNDLED / "config.json"
     before = config.read_bytes()
-    argv = ["--prompt", "a", *(["--model", model] if model else []), flag, str(config)]
-    assert "would take the place of a file of --model" in said(generate.main, argv, capsys)
+    argv = ["--prompt", "a", *(["--model", model] if model else []), flag, config]
+    assert "would take the place of a file of --model" in refuses(generate.main, *argv)
     assert config.read_bytes() == before
 
 
-def test_two_outputs_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_outputs_are_two_files(tmp_path: Path, refuses: Refuses) -> None:
     for flag in ("--json", "--report"):
-        argv = ["--prompt", "a", "--output", str(tmp_path / "x"), flag, str(tmp_path / "." / "x")]
-        found = said(generate.main, argv, capsys)
+        found = refuses(generate.main, "--prompt", "a", "--output", tmp_path / "x", flag, f"{tmp_path}/./x")
         assert re.search(rf"(--output|{flag}) .*x and (--output|{flag}) .*x are the same file", found)
     assert not any(tmp_path.iterdir())
 
@@ -131,11 +115,11 @@ def test_two_outputs_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture
 )  # fmt: skip
 @pytest.mark.skipif(sys.platform != "linux", reason="these are Linux's names")
 def test_what_cannot_be_written_is_refused_before_the_work(
-    path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: Refuses
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    assert why in said(generate.main, ["--prompt", "a", "--output", path], capsys)
+    assert why in refuses(generate.main, "--prompt", "a", "--output", path)
 
 
 @pytest.mark.parametrize("call", ["new", "old"])
@@ -205,29 +189,28 @@ def test_generate_says_where_completions_are_that_a_full_disk_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    full_disk(monkeypatch, "out.jsonl")
-    flags = ["--model", "bundled", "--prompt", "One", "--max-new-tokens", "3", "--no-compile", "--device", "cpu"]
+    full_disk(monkeypatch, "out.jsonl", "run.html")
     with pytest.raises(SystemExit) as stopped:
-        generate.main([*flags, "--output", "out.jsonl", "--json", "run.json", "--profile", "trace.json"])
+        generate.main([*SHORT.split(), "--output", "out.jsonl", "--report", "run.html", "--profile", "trace.json"])
     out, err = capsys.readouterr()
     assert stopped.value.code == 1 and "Traceback" not in err and "tokens/s" in out
-    (kept,) = tmp_path.glob("out.*.jsonl")
-    assert kept.name in err and '"finish_reason": "length"' in kept.read_text()
-    assert {one.name for one in tmp_path.iterdir()} == {kept.name, "run.json", "trace.json"}
+    (kept,), (page,) = tmp_path.glob("out.*.jsonl"), tmp_path.glob("run.*.html")
+    assert f"what it was to hold is in {kept}" in err and '"finish_reason": "length"' in kept.read_text()
+    assert err.strip().splitlines()[-1].endswith(f"what it was to hold is in {page}")
+    assert {one.name for one in tmp_path.iterdir()} == {kept.name, page.name, "trace.json"}
     assert "traceEvents" in (tmp_path / "trace.json").read_text()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no ulimit")
 @pytest.mark.parametrize("n_shards", [1, 12])  # of weights, each of which is kept open
-def test_a_process_that_may_open_few_files_works_or_says_so(n_shards: int, tmp_path: Path) -> None:
-    save_hugging_face(tiny_model(), tmp_path / "model", dtype=torch.float32)
-    stored = load_file(tmp_path / "model" / "model.safetensors")
+def test_a_process_that_may_open_few_files_works_or_says_so(n_shards: int, tiny_folder: Path, tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    shutil.copy(tiny_folder / "config.json", model)
+    stored = load_file(tiny_folder / "model.safetensors")
     names = {name: f"part-{i % n_shards}.safetensors" for i, name in enumerate(stored)}
     for file in set(names.values()):
-        part = {name: tensor for name, tensor in stored.items() if names[name] == file}
-        save_file(part, tmp_path / "model" / file)
-    (tmp_path / "model" / "model.safetensors").unlink()
-    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        save_file({name: tensor for name, tensor in stored.items() if names[name] == file}, model / file)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     (tmp_path / "in.jsonl").write_text('{"tokens": [1, 2]}\n')
     for program, given in (("batch.py", "in.jsonl out.jsonl"), ("generate.py", "--prompts in.jsonl --json run.json")):
         command = f"{ROOT / 'scripts' / program} {given} --model model --max-new-tokens 3 --no-compile --device cpu"
@@ -285,7 +268,7 @@ def test_generation_ends_where_nobody_reads_and_nothing_else_is_written(monkeypa
     rounds: list[object] = []
     show = generate.Screen.show
     monkeypatch.setattr(generate.Screen, "show", lambda *args: (rounds.append(args), show(*args))[1])
-    flags = ["--model", "bundled", "--prompt", "One", "--max-new-tokens", "30", "--no-compile", "--device", "cpu"]
+    flags = SHORT.replace("3", "30").split()
     with open(os.devnull, "w") as nowhere:
         monkeypatch.setattr(sys, "stdout", Gone())
         monkeypatch.setattr(sys, "argv", ["generate.py", *flags])
@@ -302,8 +285,7 @@ def test_generation_ends_where_nobody_reads_and_nothing_else_is_written(monkeypa
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_program_runs_although_its_streams_are_closed(closed: str, tmp_path: Path) -> None:
     """Without a stderr progress could not be drawn: exit code 1, and no word."""
-    flags = "--model bundled --prompt One --max-new-tokens 3 --no-compile --device cpu --json run.json"
-    command = f"{sys.executable} {ROOT / 'scripts' / 'generate.py'} {flags} {closed}"
+    command = f"{sys.executable} {ROOT / 'scripts' / 'generate.py'} {SHORT} --json run.json {closed}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "run.json").exists()
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import batch
 import benchmark
@@ -97,12 +93,10 @@ def test_every_field_is_a_flag_with_its_help_text(program: str, capsys: pytest.C
 def test_what_is_typed_is_what_the_configuration_holds(program: str, config: type[Any], name: str) -> None:
     parse, needed = PROGRAMS[program]
     typed, value = given(config, name)
-    others = {"draft_model", "draft_tp", "view", "cheap", "exit_layers"} & {name}  # which need a policy that heeds them
-    others |= {name} if config is DraftConfig and name == "quantize" else set()
-    policy = {"exit_layers": "early_exit", "cheap": "hierarchy", "view": "early_exit", "quantize": "early_exit"}.get(
-        name, "standalone"
-    )
-    typed = [*typed, *(["--draft", policy] if others else [])]
+    heeding = {"draft_model": "standalone", "draft_tp": "standalone", "cheap": "hierarchy"}  # policies, without which
+    heeding |= dict.fromkeys(("exit_layers", "view", "quantize"), "early_exit")  # they are refused
+    if config is DraftConfig and name in heeding:
+        typed = [*typed, "--draft", heeding[name]]
     if name in ("cheap", "draft_tp"):
         typed += ["--draft-model", "bundled"]
     rest = {} if config is DraftConfig else {"max_seq_len": 99, "batch_size": 1, "temperature": 0.0}
@@ -138,6 +132,7 @@ OTHERS: dict[str, tuple[Parse, tuple[type[Any], ...], set[str]]] = {
     # whose --reference is the model that it compares with
     "evaluate.py": (evaluate.parse, (EngineConfig,), {"max_seq_len", "compile"}),
     "steps.py": (steps.parse, (DraftConfig,), set()),  # of one kind of engine
+    "benchmark.py": (benchmark.parse, CONFIGS, ELSEWHERE),
 }
 SEVERAL = {
     "batch_size": "--batch", "policy": "--draft", "budget": "--budget", "gamma": "--gamma",
@@ -153,18 +148,13 @@ def helped(parse: Parse, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_every_field_is_a_flag_of_benchmark_unless_others_set_it(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = helped(benchmark.parse, capsys)
-    fields = [field for config in CONFIGS for field in flags.public(config)]
-    assert {f.name for f in fields if f" {SEVERAL.get(f.name, flags.flag_of(f))} " not in shown} == ELSEWHERE
-
-
 @pytest.mark.parametrize("program", OTHERS)
 def test_every_field_is_a_flag_of_other_programs(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     parse, configs, elsewhere = OTHERS[program]
     shown = helped(parse, capsys)
+    named = SEVERAL if program == "benchmark.py" else {}
     fields = [field for config in configs for field in flags.public(config)]
-    assert {field.name for field in fields if f" {flags.flag_of(field)} " not in shown} == elsewhere
+    assert {f.name for f in fields if f" {named.get(f.name, flags.flag_of(f))} " not in shown} == elsewhere
 
 
 @pytest.mark.parametrize(("config", "name"), [f for f in FIELDS if f[1] not in ELSEWHERE | SEVERAL.keys()])

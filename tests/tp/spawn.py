@@ -20,11 +20,15 @@ def torchrun(n: int, script: Path, *args: object, options: Sequence[str] = ("--s
     return [*command, str(script), *map(str, args)]
 
 
-def start_without_agent(n: int, script: Path, *args: object) -> list[subprocess.Popen[str]]:
-    """Ranks of a script by the environment that torchrun would give them: no agent ends one when another dies."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        ours = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
+        return int(probe.getsockname()[1])
+
+
+def start_without_agent(n: int, script: Path, *args: object) -> list[subprocess.Popen[str]]:
+    """Ranks of a script by the environment that torchrun would give them: no agent ends one when another dies."""
+    ours = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     return [
         subprocess.Popen(
             [sys.executable, str(script), *map(str, args)],

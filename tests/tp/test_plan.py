@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.fast.cpu.packing import pack_linears
-from gpt_fast_sd.model import PRESETS, CausalSelf, ModelConfig, Transformer, preset
+from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary, collectives_per_step, local_config, start
 from gpt_fast_sd.tp.styles import PLAN
 from tests.helpers import tiny_config, tiny_model, whole_text_logits
@@ -35,9 +35,14 @@ def counts(step: Callable[[], object]) -> dict[str, int]:
     return {str(op).rpartition(".")[2]: n for op, n in seen.get_comm_counts().items()}
 
 
-def test_one_process_is_a_mesh_of_one_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_one_process_is_a_mesh_of_one_without_a_process_group() -> None:
     parallel = start(device="cpu")
     assert (parallel.dp, parallel.tp, parallel.rank, parallel.mesh) == (1, 1, 0, None)
     assert parallel.is_main and not dist.is_initialized()
@@ -50,9 +55,8 @@ def test_one_process_is_a_mesh_of_one_without_a_process_group(monkeypatch: pytes
     assert parallel.group.shard(model) is model and type(model.embedding) is torch.nn.Embedding
 
 
+@pytest.mark.usefixtures("_alone")
 def test_a_tp_that_does_not_divide_the_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"one process was started, got tp 2: torchrun --nproc_per_node=2"):
         start(2, "cpu")
     monkeypatch.setenv("WORLD_SIZE", "6")
@@ -103,20 +107,6 @@ def test_a_model_whose_weights_are_packed_is_not_split(as_one_of: Parallel) -> N
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
     with pytest.raises(ValueError, match=r"packed this model's weights .* load it again"):
         as_one_of.group.shard(model)
-
-
-def test_every_preset_splits_among_eight_ranks_or_says_why_not() -> None:
-    for name in PRESETS:
-        config = preset(name)
-        try:
-            own = local_config(config, 8)
-        except ValueError as error:
-            numbers = (config.n_heads, config.ffn_dim)
-            assert any(number % 8 for number in numbers) or config.n_kv_heads % 8, (name, error)
-            continue
-        assert own.n_heads == config.n_heads // 8
-        assert own.n_kv_heads == max(1, config.n_kv_heads // 8)
-        assert own.n_kv_heads * own.head_dim * 8 >= config.n_kv_heads * config.head_dim
 
 
 @pytest.mark.parametrize("as_one_of", [2, 4, 8], indirect=True)
@@ -187,8 +177,7 @@ def test_eight_ranks_of_a_70b_shape_hold_an_eighth_each(as_one_of: Parallel, n_k
 @pytest.mark.parametrize("as_one_of", [8], indirect=True)
 def test_a_draft_group_is_a_part_of_the_targets_ranks(as_one_of: Parallel) -> None:
     sizes = {size: as_one_of.smaller_group(size) for size in (1, 2, 4, 8)}
-    found = {size: (group.size, group.rank) for size, group in sizes.items()}
-    assert found == {1: (1, 0), 2: (2, 1), 4: (4, 1), 8: (8, 1)}
+    assert [(group.size, group.rank) for group in sizes.values()] == [(1, 0), (2, 1), (4, 1), (8, 1)]
     assert sizes[1].mesh is None
     assert sizes[2].mesh is not None and sizes[2].mesh.mesh.tolist() == [0, 1]
     assert as_one_of.smaller_group(2) is sizes[2]

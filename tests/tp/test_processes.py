@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,17 +16,10 @@ import torch
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import save_hugging_face
 from tests.helpers import random_ids, tiny_config, tiny_model
-from tests.tp.spawn import ROOT, WORKERS, environment, run, start_without_agent, torchrun
+from tests.tp.spawn import ROOT, WORKERS, environment, free_port, run, start_without_agent, torchrun
 
 GENERATE, BENCHMARK = (ROOT / "scripts" / name for name in ("generate.py", "benchmark.py"))
 PROMPTS = [random_ids(n, seed=n) for n in (40, 3, 17, 9, 25)]
-
-
-def free_port() -> int:
-    """A free port."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

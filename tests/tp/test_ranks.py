@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import pytest
 
 from tests.tp.spawn import run_checks
-
-Complaints = dict[str, list[str]]
 
 SAME = "give_the_tokens_of_one_rank"
 MODEL = [
@@ -67,60 +63,39 @@ COMPILED = [
 ]
 
 
-def spawned(n: int, tp: int, names: Sequence[str]) -> Callable[[pytest.TempPathFactory], Complaints]:
-    """A fixture: the complaints of n ranks, tp of which hold a model. One start serves all its checks."""
-
-    @pytest.fixture(scope="module")
-    def complaints(tmp_path_factory: pytest.TempPathFactory) -> Complaints:
-        return run_checks(n, tp, names, tmp_path_factory.mktemp(f"{n}_ranks"))
-
-    return complaints
-
-
-two_ranks = spawned(2, 2, [*MODEL, *ENGINE])
-two_ranks_more = spawned(2, 2, [*SELDOM, *MORE])
-two_ranks_compiled = spawned(2, 2, COMPILED)
-four_ranks_alone = spawned(4, 4, FOUR)
-four_ranks = spawned(4, 4, [*MODEL, *ENGINE, *SELDOM, *MORE])
-two_replicas = spawned(4, 2, [*MODEL, *ENGINE, *SELDOM])
+# name of a start: ranks, of which so many hold a model, and what they check; one start serves all its checks
+STARTS: dict[str, tuple[int, int, list[str]]] = {
+    "two ranks": (2, 2, [*MODEL, *ENGINE]),
+    "no less than four ranks": (4, 4, FOUR),
+    "two ranks, more": (2, 2, [*SELDOM, *MORE]),
+    "two ranks, compiled": (2, 2, COMPILED),
+    "four ranks": (4, 4, [*MODEL, *ENGINE, *SELDOM, *MORE]),
+    "two replicas of two ranks": (4, 2, [*MODEL, *ENGINE, *SELDOM]),
+}
 
 
-@pytest.mark.parametrize("name", [*MODEL, *ENGINE])
-def test_on_two_ranks(name: str, two_ranks: Complaints) -> None:
-    assert not two_ranks[name], "\n".join(two_ranks[name])
+@pytest.fixture(scope="module")
+def complaints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the ranks of a start complain of, by check."""
+    n, tp, names = STARTS[request.param]
+    return run_checks(n, tp, names, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR)
-def test_on_no_less_than_four_ranks(name: str, four_ranks_alone: Complaints) -> None:
-    assert not four_ranks_alone[name], "\n".join(four_ranks_alone[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*SELDOM, *MORE])
-def test_more_on_two_ranks(name: str, two_ranks_more: Complaints) -> None:
-    assert not two_ranks_more[name], "\n".join(two_ranks_more[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
-def test_on_two_ranks_compiled(name: str, two_ranks_compiled: Complaints) -> None:
-    assert not two_ranks_compiled[name], "\n".join(two_ranks_compiled[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODEL, *ENGINE, *SELDOM, *MORE])
-def test_on_four_ranks(name: str, four_ranks: Complaints) -> None:
-    assert not four_ranks[name], "\n".join(four_ranks[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODEL, *ENGINE, *SELDOM])
-def test_on_two_replicas_of_two_ranks(name: str, two_replicas: Complaints) -> None:
-    assert not two_replicas[name], "\n".join(two_replicas[name])
+@pytest.mark.parametrize(
+    ("complaints", "name"),
+    [
+        pytest.param(start, name, marks=() if start == "two ranks" else pytest.mark.slow)
+        for start, (_, _, names) in STARTS.items()
+        for name in names
+    ],
+    indirect=["complaints"],
+    scope="module",  # of the start, which serves all its checks
+)
+def test_ranks_together_are_one(name: str, complaints: dict[str, list[str]]) -> None:
+    assert not complaints[name], "\n".join(complaints[name])
 
 
 def test_every_check_is_run_somewhere() -> None:
     from tests.tp.workers.checks import CHECKS
 
-    assert {*MODEL, *ENGINE, *SELDOM, *FOUR, *MORE, *COMPILED} == {*CHECKS}
+    assert {name for _, _, names in STARTS.values() for name in names} == {*CHECKS}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import common
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.serving.launch import InFlightRound
 from gpt_fast_sd.state import RoundPlan
 from gpt_fast_sd.tp import TIMEOUT, Agreement, Parallel, start
 from measuring.machine import peak_bytes
 from tests.helpers import random_ids, tiny_model
-from tests.tp.spawn import ROOT, WORKERS, run, torchrun
+from tests.tp.spawn import WORKERS, run, torchrun
 
 
 class Left(Exception):
@@ -165,15 +164,6 @@ def test_an_engine_prints_no_prompt_to_compare_it(two_ranks: Parallel, monkeypat
 # ---- who says why ----------------------------------------------------------------------------------------------------
 
 
-def reloaded_common() -> ModuleType:
-    """scripts/common.py as a program that begins sees it."""
-    spec = importlib.util.spec_from_file_location("reloaded_common", ROOT / "scripts" / "common.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("rank", "local", "said", "after"),
     [
@@ -192,7 +182,7 @@ def test_a_rank_that_refuses_says_so_the_first_at_once(
     waited = [0.0]
     monkeypatch.setattr(time, "sleep", waited.append)
     with pytest.raises(SystemExit) as stopped:
-        reloaded_common().refuse(ValueError("GPU 3\nis full"), "batch.py")
+        common.refuse(ValueError("GPU 3\nis full"), "batch.py")
     assert stopped.value.code == 2
     assert capsys.readouterr().err == said
     assert sum(waited) == after
@@ -201,7 +191,7 @@ def test_a_rank_that_refuses_says_so_the_first_at_once(
 @pytest.mark.slow
 @pytest.mark.parametrize(("who", "said"), [("1", "refuses.py, rank 1: no room"), ("0,1", "refuses.py: no room")])
 def test_a_refusal_is_heard_once_whichever_rank_refuses(who: str, said: str) -> None:
-    done = run(torchrun(2, WORKERS / "refuses.py", who), timeout=120)
+    done = run(torchrun(2, WORKERS / "lost.py", "refuse", who), timeout=120)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("refuses.py")]
     assert lines == [said], done.stderr

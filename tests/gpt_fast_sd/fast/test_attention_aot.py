@@ -139,6 +139,21 @@ def test_every_entry_of_the_tables_is_built_well(
         assert_built_well(op, cap, n_rows, dtype, held, head_dim=head_dim, tail=tail, **way)
 
 
+@pytest.mark.parametrize(
+    ("cap", "op", "held"),
+    [
+        *((100, op, held) for op in ("mass", "prefill", "sparse") for held in (INT8, PLANES)),
+        *((120, "prefill", held) for held in (INT8, PLANES)), (103, "sparse", INT8),
+    ],
+)  # fmt: skip
+def test_caches_of_bytes_are_built_for_blackwell(cap: int, op: str, held: torch.dtype) -> None:
+    """Of 64 rows and more: Triton cannot predicate impure assembler in loops whose products go to tensor memory."""
+    shape = SEVERAL if op == "sparse" else {}
+    reader = attended(op, cap, n_tokens=256 if op in MANY else 9, group=4, held=held, **shape)[0]
+    assert reader.kwargs["BLOCK_R"] >= 64 and reader.compiled.hmma + reader.compiled.utcmma > 0
+    assert_lean(reader.compiled, cap)
+
+
 # ---- what a loop has -------------------------------------------------------------------------------------------------
 
 

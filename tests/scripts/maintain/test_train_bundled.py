@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +19,12 @@ import torch
 
 import evaluate
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.model import CausalSelf, load_model, load_tokenizer, read_config
+from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, load_model, load_tokenizer, read_config
 from maintain import train_bundled
 from maintain.train_bundled import RECIPES, Stage, TrainingAttention
 from measuring.needles import DIGITS, needle, person, thing
+from tests.helpers import Refuses, whole_text_logits
 
 SCRIPT = Path(train_bundled.__file__)
 TOKENS = 20_000  # 79 steps of the test recipe, all three stages
@@ -56,16 +59,6 @@ def trained(books: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(work: Path) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(work / "checkpoint.pt", weights_only=True)
     return state
-
-
-def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        train_bundled.main(argv)
-    assert stopped.value.code == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    return lines[0]
 
 
 # ---- the pieces
@@ -124,9 +117,9 @@ def test_training_lowers_the_loss_and_logs_it(trained: Path) -> None:
 
 
 def test_a_finished_run_only_exports_again(books: Path, trained: Path) -> None:
-    before, exported = checkpoint(trained), (trained / "model" / "model.safetensors").read_bytes()
+    step, exported = checkpoint(trained)["step"], (trained / "model" / "model.safetensors").read_bytes()
     train_bundled.main(flags(books, trained))
-    assert checkpoint(trained)["step"] == before["step"]
+    assert checkpoint(trained)["step"] == step
     assert (trained / "model" / "model.safetensors").read_bytes() == exported
 
 
@@ -162,36 +155,31 @@ def test_transformers_reads_the_export_alike(trained: Path) -> None:
 
 def test_more_tokens_on_resuming_train_further(books: Path, trained: Path, tmp_path: Path) -> None:
     for name in ("checkpoint.pt", "tokenizer.model", "log.jsonl"):
-        (tmp_path / name).write_bytes((trained / name).read_bytes())
+        shutil.copy(trained / name, tmp_path)
     train_bundled.main([*flags(books, tmp_path), "--tokens", str(TOKENS + 1000)])
     assert checkpoint(tmp_path)["step"] > checkpoint(trained)["step"]
     assert checkpoint(tmp_path)["tokens"] >= TOKENS + 1000
 
 
 def test_no_time_left_leaves_a_checkpoint_to_resume(books: Path, trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes((trained / "tokenizer.model").read_bytes())
+    shutil.copy(trained / "tokenizer.model", tmp_path)
     train_bundled.main([*flags(books, tmp_path), "--minutes", "0"])
     assert checkpoint(tmp_path)["step"] == 0
 
 
 def test_a_new_run_starts_from_an_exported_model(books: Path, trained: Path, tmp_path: Path) -> None:
     train_bundled.main([*flags(books, tmp_path), "--init-from", str(trained / "model"), "--minutes", "0"])
-    assert (tmp_path / "tokenizer.model").read_bytes() == (trained / "tokenizer.model").read_bytes()
-    exported = (trained / "model" / "model.safetensors").read_bytes()
-    assert (tmp_path / "model" / "model.safetensors").read_bytes() == exported
+    for name in ("tokenizer.model", "model/model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (trained / name).read_bytes()
 
 
 def test_the_export_can_be_measured_and_described(books: Path, trained: Path, tmp_path: Path) -> None:
     measured, written = tmp_path / "measured.json", tmp_path / "card.md"
     for book in books.iterdir():
-        (tmp_path / f"new_{book.name}").write_bytes(book.read_bytes())
-    evaluate.main(
-        [
-            *("--model", str(trained / "model"), "--books", str(tmp_path), "--n", "1", "--device", "cpu"),
-            *("--contexts", "64", "256", "--lengths", "224", "256", "--depths", "0", "1", "--entries", "2"),
-            *("--json", str(measured), "--log", str(trained / "log.jsonl"), "--card", str(written)),
-        ]
-    )
+        shutil.copy(book, tmp_path / f"new_{book.name}")
+    argv = "--n 1 --device cpu --contexts 64 256 --lengths 224 256 --depths 0 1 --entries 2".split()
+    argv += ["--model", str(trained / "model"), "--books", str(tmp_path), "--log", str(trained / "log.jsonl")]
+    evaluate.main([*argv, "--json", str(measured), "--card", str(written)])
     result = json.loads(measured.read_text())
     assert [(r["book"], r["context"]) for r in result["perplexity"]] == [
         (book, context) for book in ("new_first", "new_second") for context in (64, 256)
@@ -203,12 +191,9 @@ def test_the_export_can_be_measured_and_described(books: Path, trained: Path, tm
     assert "2 public-domain books" in written.read_text()
 
 
-def test_books_of_the_training_set_are_refused_as_held_out_text(
-    books: Path, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        evaluate.main(["--model", str(trained / "model"), "--books", str(books), "--log", str(trained / "log.jsonl")])
-    assert "the model was trained on it" in capsys.readouterr().err
+def test_books_of_the_training_set_are_refused_as_held_out_text(books: Path, trained: Path, refuses: Refuses) -> None:
+    argv = ["--model", trained / "model", "--books", books, "--log", trained / "log.jsonl"]
+    assert "the model was trained on it" in refuses(evaluate.main, *argv)
 
 
 def test_a_needle_prompt_states_its_fact_at_its_depth_and_leaves_room_for_the_answer(trained: Path) -> None:
@@ -265,53 +250,126 @@ def test_a_run_killed_twice_ends_with_the_weights_of_an_uninterrupted_one(books:
 # ---- refusals
 
 
-def test_no_books_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "holds no .txt file" in refusal(flags(tmp_path, tmp_path / "work"), capsys)
+@pytest.fixture
+def refused(books: Path, tmp_path: Path, refuses: Refuses) -> Callable[..., str]:
+    """The sentence of a run that is refused: of books and a work folder, with some flags."""
+
+    def run(*more: object, books: Path = books, work: Path = tmp_path) -> str:
+        return refuses(train_bundled.main, *flags(books, work), *more)
+
+    return run
 
 
-def test_too_little_text_is_refused(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "short.txt").write_text("A short book.\n")
+def test_no_books_and_too_little_text_are_refused(refused: Callable[..., str], trained: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
-    assert "too few tokens" in refusal(flags(tmp_path, work), capsys)
-    (work / "tokenizer.model").write_bytes((trained / "tokenizer.model").read_bytes())
-    assert "too few tokens" in refusal(flags(tmp_path, work), capsys)
+    assert "holds no .txt file" in refused(books=tmp_path, work=work)
+    (tmp_path / "short.txt").write_text("A short book.\n")
+    assert "too few tokens" in refused(books=tmp_path, work=work)
+    shutil.copy(trained / "tokenizer.model", work)
+    assert "too few tokens" in refused(books=tmp_path, work=work)
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 cut short"])
-def test_an_unreadable_checkpoint_is_refused(
-    content: bytes, books: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreadable_checkpoint_is_refused(content: bytes, refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "checkpoint.pt").write_bytes(content)
-    assert "checkpoint.pt is no checkpoint that can be read" in refusal(flags(books, tmp_path), capsys)
+    assert "checkpoint.pt is no checkpoint that can be read" in refused()
 
 
-def test_a_checkpoint_of_another_shape_is_refused(
-    books: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_checkpoint_of_another_shape_or_optimizer_is_refused(
+    refused: Callable[..., str], trained: Path, tmp_path: Path
 ) -> None:
+    assert "another optimizer" in refused("--optimizer", "adamw", work=trained)
     state = checkpoint(trained)
     state["model"]["layers.0.attention.wo.weight"] = torch.zeros(3, 5)
     torch.save(state, tmp_path / "checkpoint.pt")
-    said = refusal(flags(books, tmp_path), capsys)
-    assert "another shape: its layers.0.attention.wo.weight is [3, 5]" in said
+    assert "another shape: its layers.0.attention.wo.weight is [3, 5]" in refused()
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(
-    books: Path, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "another optimizer" in refusal(flags(books, trained, "--optimizer", "adamw"), capsys)
-
-
-def test_exporting_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "checkpoint.pt" in refusal(["--recipe", "test", "--work", str(tmp_path), "--export-only"], capsys)
+def test_exporting_without_a_checkpoint_is_refused(tmp_path: Path, refuses: Refuses) -> None:
+    argv = ["--recipe", "test", "--work", tmp_path, "--export-only"]
+    assert "checkpoint.pt" in refuses(train_bundled.main, *argv)
 
 
 def test_starting_from_a_model_of_another_shape_is_refused(
-    books: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    refused: Callable[..., str], trained: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for path in (trained / "model").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = Path(shutil.copytree(trained / "model", tmp_path / "model"))
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 128}))
-    assert "another shape" in refusal(flags(books, tmp_path / "work", "--init-from", str(folder)), capsys)
+    assert "another shape" in refused("--init-from", folder, work=tmp_path / "work")
+
+
+# ---- the model and the document that ship: small, readable by transformers, and trained ------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return load_model(BUNDLED, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    tokenizer = load_tokenizer(BUNDLED, read_config(BUNDLED))
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def document() -> str:
+    return (BUNDLED / "document.txt").read_text(encoding="utf-8")
+
+
+def test_the_shipped_folder_is_small() -> None:
+    assert sum(path.stat().st_size for path in BUNDLED.rglob("*") if path.is_file()) < 32 * 2**20
+
+
+def test_every_piece_of_the_vocabulary_has_an_embedding(model: Transformer, tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == model.config.vocab_size
+    assert tokenizer.bos_id == model.config.bos_id
+    assert tokenizer.eos_ids == model.config.eos_ids
+
+
+def test_the_logits_and_the_ids_are_those_of_transformers(
+    model: Transformer, tokenizer: Tokenizer, document: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    text = document[:1200]
+    ids = tokenizer.encode(text)
+    assert transformers.AutoTokenizer.from_pretrained(BUNDLED)(text)["input_ids"] == ids
+    reference = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    tokens = torch.tensor([ids])
+    with torch.inference_mode():
+        logits = model(tokens, torch.arange(len(ids))[None], CausalSelf())
+        torch.testing.assert_close(logits, reference(tokens).logits, rtol=1e-3, atol=1e-3)  # sums in another order
+
+
+def test_the_default_document_is_long_and_leaves_room_to_go_on(
+    model: Transformer, tokenizer: Tokenizer, document: str
+) -> None:
+    n_tokens = len(tokenizer.encode(document))
+    assert 4096 <= n_tokens <= 12288
+    assert n_tokens + 2048 <= model.config.max_seq_len
+    assert "\ufffd" not in document
+    assert document.endswith("by the brass bolt.\n")  # a whole text, which was written by hand
+
+
+def test_the_model_reads_prose_far_better_than_chance(model: Transformer, tokenizer: Tokenizer, document: str) -> None:
+    ids = tokenizer.encode(document)[:1025]
+    loss = torch.nn.functional.cross_entropy(whole_text_logits(model, ids[:-1]), torch.tensor(ids[1:]))
+    assert loss < 5.0  # a uniform guess among 4,096 costs 8.3, the best unigram guess about 6.5
+
+
+def test_the_model_copies_a_run_of_random_tokens_it_has_seen_before(
+    model: Transformer, tokenizer: Tokenizer, document: str
+) -> None:
+    """Nothing but the first copy predicts the second one: this is the far reading that drafts need."""
+    n = 64
+    words = torch.tensor(tokenizer.encode(document, bos=False))
+    costs = []
+    for seed in range(4):
+        shuffled = words[torch.randperm(len(words), generator=torch.Generator().manual_seed(seed))[:n]]
+        ids = torch.cat([torch.tensor([model.config.bos_id]), shuffled, shuffled])
+        logits = whole_text_logits(model, ids[:-1].tolist())
+        costs.append(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none").split(n))
+    first, second = (torch.stack(part).mean() for part in zip(*costs, strict=True))
+    assert second < 0.6 * first

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gguf
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from gguf import GGMLQuantizationType
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,6 +74,11 @@ def rows_of(parallel: Parallel, vocab_size: int) -> tuple[int, int]:
     """Rows of a vocabulary on each rank, equal on all, and how many of this rank's are not padding."""
     n = -(-vocab_size // parallel.tp)
     return n, min(n, max(0, vocab_size - parallel.tp_rank * n))
+
+
+def same_parts(sharded: Transformer, held: dict[str, Tensor], what: object) -> None:
+    for key, parameter in sharded.named_parameters():
+        assert torch.equal(parameter, held[key]), (what, key)
 
 
 @check
@@ -126,17 +135,13 @@ def a_rank_reads_its_own_slices_and_nothing_else(parallel: Parallel, folder: Pat
         total = sum(p.nbytes for p in model.parameters())
         rounding = config.dim * 4 * 2 * (config.vocab_size % parallel.tp > 0)
         assert read_bytes[0] <= (total - replicated) / parallel.tp + replicated + copies + rounding, name
-        sharded = parallel.group.shard(tiny_model(config))
-        for key, parameter in sharded.named_parameters():
-            assert torch.equal(parameter, held[key]), (name, key)
+        same_parts(parallel.group.shard(tiny_model(config)), held, name)
         assert loaded.config == load_model(place).config, name
         assert (loaded.output.weight is loaded.embedding.weight) == config.tie_embeddings, name
 
 
 @check
 def a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file(parallel: Parallel, folder: Path) -> None:
-    import gguf
-
     numbers, dequantize = [0], gguf.dequantize
 
     def counting(data: Any, kind: Any) -> Any:
@@ -149,7 +154,7 @@ def a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file(parallel: Parallel
         config = dataclasses.replace(FAMILIES[name], dim=64, ffn_dim=96)
         place = folder / f"gguf.{name}.{parallel.rank}"
         save_hugging_face(tiny_model(config), place, dtype=torch.float32)
-        path = write_gguf(place / "model.gguf", model_of(place), gguf.GGMLQuantizationType.Q8_0)
+        path = write_gguf(place / "model.gguf", model_of(place), GGMLQuantizationType.Q8_0)
         load_model(path)  # tries once what the library can dequantize
         with mock.patch.object(gguf, "dequantize", counting):
             numbers[0] = 0
@@ -157,18 +162,14 @@ def a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file(parallel: Parallel
         held = dict(loaded.named_parameters())
         blocks = config.n_layers * config.dim * 2 * 32 * 2  # of w_out and of wo, cut at both ends
         assert numbers[0] <= sum(p.numel() for p in held.values()) + blocks, name
-        sharded = parallel.group.shard(load_model(path))
-        for key, parameter in sharded.named_parameters():
-            assert torch.equal(parameter, held[key]), (name, key)
+        same_parts(parallel.group.shard(load_model(path)), held, name)
 
 
 @check
 def every_rank_is_given_what_the_first_rank_of_its_group_has(parallel: Parallel, folder: Path) -> None:
     first = parallel.dp_rank * parallel.tp
     assert parallel.same(2**62 + parallel.rank) == 2**62 + first
-    mesh = parallel.group.mesh
-    assert mesh is not None
-    assert broadcast(torch.tensor([parallel.rank]), mesh).tolist() == [first]
+    assert broadcast(torch.tensor([parallel.rank]), parallel.group.mesh).tolist() == [first]
 
 
 @contextlib.contextmanager
@@ -249,13 +250,11 @@ def same_texts(together: Engine, alone: Engine, runs: Sequence[Any] = (GREEDY, S
 
 def compare(parallel: Parallel, draft: DraftConfig, *, sampled: bool = True, **settings: Any) -> list[Completion]:
     """Greedy texts of all ranks, which must be those of one alone, as sampled ones must, drafts and all."""
-    together, alone = engine_of(parallel, draft, **settings), engine_of(None, draft_alone(draft), **settings)
+    together, alone = (
+        engine_of(parallel, draft, **settings),
+        engine_of(None, dataclasses.replace(draft, draft_tp=None), **settings),
+    )
     return same_texts(together, alone, [GREEDY, SAMPLED] if sampled else [GREEDY])[0]
-
-
-def draft_alone(draft: DraftConfig) -> DraftConfig:
-    """The same draft for one process."""
-    return dataclasses.replace(draft, draft_tp=None)
 
 
 @check
@@ -272,40 +271,42 @@ def logits_are_whole_on_every_rank(parallel: Parallel, folder: Path) -> None:
     assert engine_of(parallel).logits(ids, last=2).shape == (2, 260)
 
 
-def _policy_check(name: str, draft: DraftConfig, **settings: Any) -> None:
-    def function(parallel: Parallel, folder: Path) -> None:
-        assert sum(c.stats.drafted for c in compare(parallel, draft, **settings)) > 0
-
-    CHECKS[f"drafts_by_{name}_give_the_tokens_of_one_rank"] = function
-
-
 SMALL = {"draft_model": "tiny"}
-_policy_check("full", DraftConfig(policy="full", gamma=3))
-_policy_check("streaming", DraftConfig(policy="streaming", budget=40, gamma=3))
-_policy_check("snapkv", DraftConfig(policy="snapkv", budget=72, gamma=3))
-_policy_check("quest", DraftConfig(policy="quest", budget=64, gamma=3))
-_policy_check("guided", DraftConfig(policy="guided", budget=64, gamma=3))
-_policy_check("lookup", DraftConfig(policy="lookup", gamma=3))
-_policy_check("early_exit", DraftConfig(policy="early_exit", budget=40, exit_layers=1, gamma=3))
-_policy_check("hierarchy", DraftConfig(policy="hierarchy", budget=40, gamma=4))
-_policy_check(
-    "hierarchy_over_a_model", DraftConfig(policy="hierarchy", cheap="standalone", budget=40, gamma=4, **SMALL)
-)
-_policy_check("standalone", DraftConfig(policy="standalone", budget=40, gamma=3, **SMALL))
-_policy_check("standalone_on_one", DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=1, **SMALL))
-_policy_check("standalone_on_two", DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=2, **SMALL))
-_policy_check(
+DRAFTS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("full", "streaming", "lookup", "early_exit")},
+    "snapkv": {"budget": 72},
+    "quest": {"budget": 64},
+    "guided": {"budget": 64},
+    "hierarchy": {"gamma": 4},
+    "hierarchy_over_a_model": {"policy": "hierarchy", "cheap": "standalone", "gamma": 4, **SMALL},
+    "standalone": SMALL,
+    "standalone_on_one": {"policy": "standalone", "draft_tp": 1, **SMALL},
+    "standalone_on_two": {"policy": "standalone", "draft_tp": 2, **SMALL},
+    "snapkv_where_kv_heads_are_few": {"policy": "snapkv", "budget": 72},
+    "streaming_where_kv_heads_are_few": {"policy": "streaming"},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
     # a kv head is on several ranks, each of which selects by its own query heads: other drafts, so samples may differ
-    "snapkv_where_kv_heads_are_few",
-    DraftConfig(policy="snapkv", budget=72, gamma=3),
-    config=wide_config(n_kv_heads=1, qkv_bias=True),
-    sampled=False,
-)
-_policy_check(
-    "streaming_where_kv_heads_are_few",
-    DraftConfig(policy="streaming", budget=40, gamma=3),
-    config=wide_config(n_kv_heads=2, tie_embeddings=True),
-)
+    "snapkv_where_kv_heads_are_few": {"config": wide_config(n_kv_heads=1, qkv_bias=True), "sampled": False},
+    "streaming_where_kv_heads_are_few": {"config": wide_config(n_kv_heads=2, tie_embeddings=True)},
+}
+
+
+def draft_of(policy: str, **changes: Any) -> DraftConfig:
+    """With a small budget, and one layer of two."""
+    fields = {"budget": 40, "gamma": 3} | ({"exit_layers": 1} if policy == "early_exit" else {}) | changes
+    return DraftConfig(policy=policy, **fields)
+
+
+def drafts_give_the_tokens_of_one_rank(name: str, parallel: Parallel, folder: Path) -> None:
+    texts = compare(parallel, draft_of(**{"policy": name} | DRAFTS[name]), **SETTINGS.get(name, {}))
+    assert sum(c.stats.drafted for c in texts) > 0
+
+
+CHECKS |= {
+    f"drafts_by_{name}_give_the_tokens_of_one_rank": partial(drafts_give_the_tokens_of_one_rank, name)
+    for name in DRAFTS
+}
 
 
 class Collectives(TorchDispatchMode):
@@ -324,7 +325,7 @@ class Collectives(TorchDispatchMode):
 @check
 def a_draft_on_fewer_ranks_leaves_the_target_split_as_it_was(parallel: Parallel, folder: Path) -> None:
     for draft_tp in (1, parallel.tp):
-        draft = DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=draft_tp, **SMALL)
+        draft = draft_of("standalone", draft_tp=draft_tp, **SMALL)
         engine = engine_of(parallel, draft)
         assert engine.model.output.weight.shape[0] == 260 // parallel.tp
         assert engine.cache.layers[0].k.shape[1] == 4 // parallel.tp
@@ -346,7 +347,7 @@ def a_model_that_is_not_split_is_refused(parallel: Parallel, folder: Path) -> No
 
 @check
 def gamma_auto_and_fresh_seeds_are_the_first_ranks(parallel: Parallel, folder: Path) -> None:
-    engine = engine_of(parallel, DraftConfig(policy="streaming", budget=40, gamma="auto"))
+    engine = engine_of(parallel, draft_of("streaming", gamma="auto"))
     fresh = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True)
     completions = engine.generate(PROMPTS, fresh)  # the engine itself notices tokens that differ
     assert all(len(c.tokens) == 40 for c in completions)
@@ -358,13 +359,8 @@ def ring_all_reduce(x: Tensor, op: str, mesh: Any) -> Tensor:
     n, n_elements = mesh.size(), x.numel()
     parts = [torch.empty_like(x).flatten() for _ in range(n)]
     dist.all_gather(parts, x.contiguous().flatten(), group=mesh.get_group())
+    sums = [reduce(torch.add, (parts[(c + i) % n] for i in range(n))) for c in range(n)]
     chunk = torch.arange(n_elements) * n // n_elements
-    sums = []
-    for c in range(n):
-        total = parts[c]
-        for i in range(1, n):
-            total = total + parts[(c + i) % n]
-        sums.append(total)
     return torch.stack(sums).gather(0, chunk[None])[0].view_as(x)
 
 
@@ -390,7 +386,7 @@ def bits_of(engine: Engine, *, speculate: bool) -> tuple[list[list[int]], dict[t
 
 @check
 def exact_decoding_is_bit_identical_though_sums_depend_on_the_place(parallel: Parallel, folder: Path) -> None:
-    draft = DraftConfig(policy="streaming", budget=40, gamma=3)
+    draft = draft_of("streaming")
     for dtype in ("fp32", "bf16"):
         with mock.patch.object(functional, "all_reduce", ring_all_reduce):
             engine = engine_of(parallel, draft, exact=True, dtype=dtype)
@@ -405,14 +401,10 @@ def exact_decoding_is_bit_identical_though_sums_depend_on_the_place(parallel: Pa
 
 @check
 def sums_in_order_are_the_first_ranks_and_then_the_others(parallel: Parallel, folder: Path) -> None:
-    mesh = parallel.group.mesh
-    assert mesh is not None
     for dtype in (torch.float32, torch.bfloat16):
         parts = torch.randn(parallel.tp, 5, 7, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
-        expected = torch.zeros(5, 7, 33)
-        for part in parts:
-            expected = expected + part.float()
-        assert torch.equal(sum_in_order(parts[parallel.tp_rank], mesh), expected.to(dtype))
+        expected = sum(parts.float(), torch.zeros(5, 7, 33))
+        assert torch.equal(sum_in_order(parts[parallel.tp_rank], parallel.group.mesh), expected.to(dtype))
 
 
 @contextlib.contextmanager
@@ -447,7 +439,7 @@ def drawn_together(parallel: Parallel, *drafts: DraftConfig) -> None:
     """What is drawn by each of these is what the first rank draws, though the others know other probabilities."""
     prompts, params = PROMPTS[1:], [dataclasses.replace(p, max_tokens=16) for p in SAMPLED[1:]]
     for draft in drafts:
-        together, alone = engine_of(parallel, draft), engine_of(None, draft_alone(draft))
+        together, alone = engine_of(parallel, draft), engine_of(None, dataclasses.replace(draft, draft_tp=None))
         with other_probabilities(together, parallel, harshly=True):
             theirs = together.generate(prompts, params)  # the engine itself notices tokens that differ
         assert [c.tokens for c in theirs] == [c.tokens for c in alone.generate(prompts, params)], draft
@@ -455,29 +447,24 @@ def drawn_together(parallel: Parallel, *drafts: DraftConfig) -> None:
 
 @check
 def the_first_ranks_draws_are_everyones(parallel: Parallel, folder: Path) -> None:
-    drawn_together(
-        parallel,
-        DraftConfig(),
-        DraftConfig(policy="streaming", budget=40, gamma=3),
-        DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=1, **SMALL),
-    )
+    drawn_together(parallel, DraftConfig(), draft_of("streaming"), draft_of("standalone", draft_tp=1, **SMALL))
 
 
 @check
 def the_first_ranks_draws_count_for_all_whatever_drafts(parallel: Parallel, folder: Path) -> None:
     drawn_together(
         parallel,
-        DraftConfig(policy="lookup", gamma=3),
-        DraftConfig(policy="hierarchy", budget=40, gamma=4),
-        DraftConfig(policy="standalone", budget=40, gamma=3, **SMALL),
-        DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=2, **SMALL),
-        DraftConfig(policy="hierarchy", cheap="standalone", budget=40, gamma=4, draft_tp=1, **SMALL),
+        draft_of("lookup"),
+        draft_of("hierarchy", gamma=4),
+        draft_of("standalone", **SMALL),
+        draft_of("standalone", draft_tp=2, **SMALL),
+        draft_of("hierarchy", cheap="standalone", gamma=4, draft_tp=1, **SMALL),
     )
 
 
 @check
 def draws_stay_together_where_the_last_bits_of_probabilities_differ(parallel: Parallel, folder: Path) -> None:
-    for draft in (DraftConfig(), DraftConfig(policy="streaming", budget=40, gamma=3)):
+    for draft in (DraftConfig(), draft_of("streaming")):
         engine = engine_of(parallel, draft, config=wide_config(vocab_size=256))
         engine.model.output.weight.zero_()  # all tokens are as likely
         with other_probabilities(engine, parallel, harshly=False):
@@ -489,7 +476,7 @@ def draws_stay_together_where_the_last_bits_of_probabilities_differ(parallel: Pa
 def a_vocabulary_that_ranks_do_not_divide_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     odd = wide_config(vocab_size=257, tie_embeddings=True)
     small = dataclasses.replace(odd, n_layers=1)
-    draft = DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=parallel.tp // 2, **SMALL)
+    draft = draft_of("standalone", draft_tp=parallel.tp // 2, **SMALL)
     compare(parallel, draft, config=odd, draft_shape=small)
     assert engine_of(parallel, config=odd).logits([1, 2, 3]).shape == (3, 257)
 
@@ -502,24 +489,24 @@ def weights_are_quantized_after_they_are_split(parallel: Parallel, folder: Path)
     plain = engine_of(None).logits(ids)
     # wo and w_out have scales of their own on each rank, so the rounding is another, but no larger
     assert 0 < (theirs - plain).norm() < 1.5 * (ours - plain).norm()
-    draft = DraftConfig(policy="full", gamma=3)
+    draft = draft_of("full")
     drafting = engine_of(parallel, draft, quantize="int8")
     spoken, spelled = drafting.generate(PROMPTS, GREEDY), together.generate(PROMPTS, GREEDY)
     assert [c.tokens for c in spoken] == [c.tokens for c in spelled]
     # each rank copies its part
-    compare(parallel, DraftConfig(policy="streaming", budget=40, gamma=3, quantize="int8"), sampled=False)
+    compare(parallel, draft_of("streaming", quantize="int8"), sampled=False)
 
 
 @check
 def int4_weights_are_on_ranks_what_they_are_on_one(parallel: Parallel, folder: Path) -> None:
     """Blocks are never split, so each rank has its part of the very blocks that one rank has."""
     config = wide_config(head_dim=16, ffn_dim=128)  # of which four ranks have whole blocks, too
-    compare(parallel, DraftConfig(policy="full", gamma=3), config=config, quantize="int4")
-    own = DraftConfig(policy="streaming", budget=40, gamma=3, quantize="int4")
+    compare(parallel, draft_of("full"), config=config, quantize="int4")
+    own = draft_of("streaming", quantize="int4")
     compare(parallel, own, config=config, sampled=False)
     place = folder / f"int4.{parallel.rank}"
     save_hugging_face(tiny_model(config), place, dtype=torch.float32)
-    path = write_gguf(place / "model.gguf", model_of(place), gguf_kind("Q4_1"))
+    path = write_gguf(place / "model.gguf", model_of(place), GGMLQuantizationType.Q4_1)
     loaded = parallel.group.load(path, dtype=torch.float32)
     for layer, copied in zip(loaded.layers, draft_copy(loaded, "int4").layers, strict=True):
         for name, linear in layer.named_modules():
@@ -529,43 +516,35 @@ def int4_weights_are_on_ranks_what_they_are_on_one(parallel: Parallel, folder: P
                 assert torch.equal(dequantize_blocks(held.held, torch.float32), linear.weight), name
 
 
-def gguf_kind(name: str) -> Any:
-    import gguf
-
-    return gguf.GGMLQuantizationType[name]
-
-
 @check
 def ranks_read_their_parts_of_a_checkpoint_in_float8(parallel: Parallel, folder: Path) -> None:
     """Dequantized they hold what cutting the whole model gives, and kept as it is the same numbers and their scales."""
-    for name in ("llama", "two_kv_heads", "one_kv_head"):
-        for kind in ("channel", "tensor"):
-            place = folder / f"float8.{name}.{kind}.{parallel.rank}"
-            save_float8(place, kind, config=dataclasses.replace(FAMILIES[name], qkv_bias=False))
-            held = dict(parallel.group.load(place, dtype=torch.float32).named_parameters())
-            sharded = parallel.group.shard(load_model(place, dtype=torch.float32))
-            for key, parameter in sharded.named_parameters():
-                assert torch.equal(parameter, held[key]), (name, kind, key)
-            kept: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
 
-            def keep(model: Transformer, key: str, numbers: Tensor, scales: Tensor, into: Any = kept) -> None:
-                into[key] = numbers.float() * scales[:, None]
-                where, _, part = key.rpartition(".")
-                setattr(model.get_submodule(where), part, torch.nn.Parameter(into[key], requires_grad=False))
+    def keep(model: Transformer, key: str, numbers: Tensor, scales: Tensor) -> None:
+        kept[key] = numbers.float() * scales[:, None]
+        where, _, part = key.rpartition(".")
+        setattr(model.get_submodule(where), part, torch.nn.Parameter(kept[key], requires_grad=False))
 
-            parallel.group.load(place, dtype=torch.bfloat16, keep=keep)
-            assert len(kept) == 4 * 2 and all(torch.equal(kept[key], held[key]) for key in kept), (name, kind)
+    for name, kind in itertools.product(("llama", "two_kv_heads", "one_kv_head"), ("channel", "tensor")):
+        place = folder / f"float8.{name}.{kind}.{parallel.rank}"
+        save_float8(place, kind, config=dataclasses.replace(FAMILIES[name], qkv_bias=False))
+        held = dict(parallel.group.load(place, dtype=torch.float32).named_parameters())
+        same_parts(parallel.group.shard(load_model(place, dtype=torch.float32)), held, (name, kind))
+        kept.clear()
+        parallel.group.load(place, dtype=torch.bfloat16, keep=keep)
+        assert len(kept) == 4 * 2 and all(torch.equal(kept[key], held[key]) for key in kept), (name, kind)
 
 
 @check
 def an_int8_cache_on_ranks_gives_the_tokens_of_one(parallel: Parallel, folder: Path) -> None:
     """Keys of a biased model are equalized by each rank for its own kv heads, as they are where one has all of them."""
     for config in (wide_config(), FAMILIES["two_kv_heads"]):
-        draft = DraftConfig(policy="streaming", budget=40, gamma=3)
+        draft = draft_of("streaming")
         together, alone = (engine_of(at, draft, config=config, kv_dtype="int8") for at in (parallel, None))
         (said,) = same_texts(together, alone, [GREEDY])
         assert together.cache.layers[0].k.dtype == torch.int8
-        halved = engine_of(parallel, DraftConfig(policy="quantized", gamma=3), config=config, kv_dtype="int8")
+        halved = engine_of(parallel, draft_of("quantized"), config=config, kv_dtype="int8")
         assert [c.tokens for c in halved.generate(PROMPTS, GREEDY)] == [c.tokens for c in said]
         assert halved.cache.format.planes and halved.stats.accepted > 0
 
@@ -589,11 +568,9 @@ def other_tokens_on_a_rank_are_noticed_in_that_round(parallel: Parallel, folder:
 @check
 def a_step_with_its_collectives_is_one_graph(parallel: Parallel, folder: Path) -> None:
     mesh = parallel.group.mesh
-    assert mesh is not None
-    config = wide_config(vocab_size=257)
-    vocabulary, model = Vocabulary(mesh, 257), parallel.group.shard(tiny_model(config))
+    vocabulary, model = Vocabulary(mesh, 257), parallel.group.shard(tiny_model(wide_config(vocab_size=257)))
 
-    def step(tokens: torch.Tensor, pos: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def step(tokens: Tensor, pos: Tensor) -> tuple[Tensor, ...]:
         logits = model(tokens, pos, CausalSelf())
         best = vocabulary.argmax(logits)
         return best, vocabulary.whole(logits), broadcast(tokens, mesh), *vocabulary.decided(best, tokens)
@@ -604,14 +581,13 @@ def a_step_with_its_collectives_is_one_graph(parallel: Parallel, folder: Path) -
             parallel.group.sum_in_order(model)
         compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
         with torch.inference_mode():
-            for ours, theirs in zip(compiled(tokens, pos), step(tokens, pos), strict=True):
-                assert torch.equal(ours, theirs)
+            assert all(map(torch.equal, compiled(tokens, pos), step(tokens, pos)))
 
 
 @check
 def compiled_rounds_give_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     # fullgraph: a collective that broke the graph would be an error
-    draft = DraftConfig(policy="snapkv", budget=72, gamma=3)
+    draft = draft_of("snapkv", budget=72)
     together = engine_of(parallel, draft, compile=True)
     same_texts(together, engine_of(None, draft))
     assert together.compiled and together.stats.recompiles == 0
@@ -628,7 +604,7 @@ def compiled_judging_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Pa
 
 @check
 def compiled_int8_rounds_give_the_tokens_of_eager_ones(parallel: Parallel, folder: Path) -> None:
-    draft = DraftConfig(policy="streaming", budget=40, gamma=3)
+    draft = draft_of("streaming")
     same_texts(*(engine_of(parallel, draft, compile=flag, quantize="int8") for flag in (True, False)), [GREEDY])
 
 
@@ -640,11 +616,11 @@ def a_folder_is_loaded_and_decoded_by_all_ranks(parallel: Parallel, folder: Path
     config = EngineConfig(batch_size=2, max_seq_len=400, dtype="fp32", device="cpu", compile=False)
     for draft in (
         DraftConfig(),
-        DraftConfig(policy="standalone", draft_model=small, draft_tp=1, budget=40, gamma=3),
-        DraftConfig(policy="standalone", draft_model=small, budget=40, gamma=3),
+        draft_of("standalone", draft_model=small, draft_tp=1),
+        draft_of("standalone", draft_model=small),
     ):
         together = Engine.from_pretrained(place, config, draft, parallel=parallel)
-        alone = Engine.from_pretrained(place, config, draft_alone(draft))
+        alone = Engine.from_pretrained(place, config, dataclasses.replace(draft, draft_tp=None))
         same_texts(together, alone, [GREEDY])
 
 

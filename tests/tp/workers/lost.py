@@ -1,17 +1,24 @@
-"""Rank 1 is lost in the middle of a text: lost.py "die" | "raise" | "hang" TIMEOUT; rank 0 must not wait forever."""
+"""Ranks that end: lost.py "die" | "raise" | "hang" TIMEOUT, or lost.py "refuse" RANK,...
+
+Of the former rank 1 is lost in the middle of a text, and rank 0 must not wait forever; of the latter these ranks
+refuse, as a program does, and the others wait for them.
+"""
 
 import os
 import sys
 import time
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+
+from common import refuse
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.tp import start
 from tests.helpers import tiny_model
 
 
-def main() -> None:
+def lose(how: str, timeout: float) -> None:
     """Decode, and lose rank 1 after a few tokens."""
-    how, timeout = sys.argv[1], float(sys.argv[2])
     parallel = start(2, "cpu", timeout=timeout)
     with parallel.guard():
         model = parallel.group.shard(tiny_model())
@@ -27,4 +34,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    how, what = sys.argv[1:]
+    if how != "refuse":
+        lose(how, float(what))
+    elif os.environ["RANK"] in what.split(","):
+        refuse(ValueError("no room"), "refuses.py")
+    else:
+        time.sleep(100)

@@ -1,16 +1,20 @@
-"""A recording is what a program wrote, when and in which colours; its picture plays it and ends where it ended."""
+"""Pictures of docs/: a recording plays what a program wrote, when and in which colours; a plot shows a sweep."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from maintain import record
+from maintain import hero, record
+from maintain.hero import LABEL
+from tests.helpers import Refuses
 
 ROOT = Path(__file__).resolve().parents[3]
 GREEN = 32
@@ -130,20 +134,16 @@ def test_a_program_that_fails_is_not_drawn(tmp_path: Path, capsys: pytest.Captur
     ],
 )
 def test_a_mistake_is_one_sentence(
-    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: Refuses
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as refusal:
-        record.main(flags)
-    assert refusal.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+    assert said in refuses(record.main, *flags)
 
 
-def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, refuses: Refuses) -> None:
     for text in ("", "{}\nno\n", '{"version": 2}\n["a", "o", "b"]\n', '{"version": 2}\n[1.0, "o", "b"]\n'):
         (tmp_path / "run.cast").write_text(text)
-        with pytest.raises(SystemExit) as refusal:
-            record.main([str(tmp_path / "run.svg")])
-        assert refusal.value.code == 2 and "is no recording" in capsys.readouterr().err
+        assert "is no recording" in refuses(record.main, tmp_path / "run.svg")
 
 
 def test_the_picture_in_docs_is_that_of_the_recording_beside_it(tmp_path: Path) -> None:
@@ -151,3 +151,96 @@ def test_the_picture_in_docs_is_that_of_the_recording_beside_it(tmp_path: Path) 
     (tmp_path / cast.name).write_bytes(cast.read_bytes())
     assert record.main([str(tmp_path / svg.name)]) == 0
     assert (tmp_path / svg.name).read_text(encoding="utf-8") == svg.read_text(encoding="utf-8")
+
+
+# ---- README's plot: what a sweep measured, with labels that do not lie over each other -------------------------------
+
+
+def point(batch: int, context: int, speedup: float, **changes: Any) -> dict[str, Any]:
+    spread = {"min": speedup - 0.1, "median": speedup, "max": speedup + 0.1}
+    shared = {"policy": "streaming", "budget": 256, "gamma": "auto", "temperature": 0.0, "status": "measured"}
+    shared |= {"speedup": {"steady": spread}}
+    return {"batch": batch, "context": context} | shared | changes
+
+
+SWEEP = [point(batch, context, 1.0 + batch / 100) for batch in (1, 2, 4, 16) for context in (1000, 4000)]
+
+
+def test_lines_end_with_labels_that_stand_apart_and_in_their_order() -> None:
+    svg = hero.hero(SWEEP)
+    ElementTree.fromstring(svg)
+    labels = re.findall(r'y="([\d.]+)" class="l\d"><tspan class="b">([\d.]+)x</tspan> (\d+ rows?)', svg)
+    assert [label[1:] for label in labels] == [
+        ("1.16", "16 rows"), ("1.04", "4 rows"), ("1.02", "2 rows"), ("1.01", "1 row"),
+    ]  # fmt: skip
+    heights = [float(label[0]) for label in labels]
+    assert all(below - above >= LABEL for above, below in itertools.pairwise(heights))
+    assert svg.count("<circle") == svg.count('class="whisker"') == len(SWEEP) and svg.count("<polyline") == 4
+
+
+def test_several_drafts_have_panels_side_by_side_and_a_context_alone_stands_at_the_left() -> None:
+    one = [point(batch, 1000, 1.5, policy=policy) for policy in ("streaming", "guided") for batch in (1, 4)]
+    root = ElementTree.fromstring(hero.hero(one))
+    assert root.get("width") == str(2 * 520)
+    panels = root.findall("{http://www.w3.org/2000/svg}g")
+    assert [panel.get("transform") for panel in panels] == ["translate(0 0)", "translate(520 0)"]
+    assert [panel[0].text for panel in panels] == [
+        f"{policy} 256, gamma auto: speed, times plain decoding" for policy in ("streaming", "guided")
+    ]
+    assert {dot.get("cx") for dot in root.iter("{http://www.w3.org/2000/svg}circle")} == {"60.0"}
+
+
+def written(points: list[dict[str, Any]], **settings: Any) -> str:
+    """The text of a sweep's file."""
+    return json.dumps({"benchmark": "batch", "settings": settings, "points": points})
+
+
+def test_runs_too_short_for_a_steady_speed_are_drawn_by_the_one_to_the_end() -> None:
+    short = [one | {"speedup": {"steady": None, "completion": one["speedup"]["steady"]}} for one in SWEEP]
+    assert hero.hero(short) == hero.hero(SWEEP)
+
+
+OLDER = [{name: value for name, value in one.items() if name != "temperature"} for one in SWEEP]
+OTHERS = [point(8, 1000, 2.0, temperature=0.8), point(8, 1000, 3.0, policy="guided"), point(8, 1, 4.0, status="x")]
+
+
+@pytest.mark.parametrize("text", [written(OLDER, temperature=0.0), written([*SWEEP, *OTHERS])])
+def test_a_temperature_may_be_named_once_and_only_what_was_asked_for_is_drawn(text: str, tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    hero.main([str(tmp_path / "sweep.json"), str(tmp_path / "hero.svg")])
+    assert (tmp_path / "hero.svg").read_text() == hero.hero(SWEEP)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "sweep.json holds no results of this program"),
+        ("[]", "sweep.json holds no results of this program"),
+        ("no", "sweep.json holds no results of this program"),
+        (written([{"batch": 1}]), "sweep.json is no sweep of benchmark.py: KeyError('status')"),
+        (
+            written([{k: v for k, v in one.items() if k != "speedup"} for one in SWEEP]),
+            "is damaged: KeyError('speedup')",
+        ),
+        (written(SWEEP[:1]), "fewer than two contexts of streaming at temperature 0"),
+        (
+            written([*SWEEP, *(one | {"gamma": 6} for one in SWEEP), point(1, 1000, 1.0, budget=64)]),
+            "sweep.json has several drafts of streaming, and one can be drawn: streaming 256, gamma auto; streaming "
+            "256, gamma 6; streaming 64, gamma auto",
+        ),
+        (
+            written([*SWEEP, *(point(batch, 1000, 1.0) for batch in (3, 5, 6, 7, 8))]),
+            "sweep.json has 9 batches of streaming at temperature 0, and at most 8 can be told apart",
+        ),
+    ],
+)
+def test_a_sweep_that_cannot_be_drawn_is_one_sentence(text: str, said: str, tmp_path: Path, refuses: Refuses) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    assert said in refuses(hero.main, tmp_path / "sweep.json", tmp_path / "hero.svg")
+
+
+def test_speeds_that_are_all_the_same_are_drawn_too() -> None:
+    spread = {"min": 1.0, "median": 1.0, "max": 1.0}
+    svg = hero.hero([point(1, context, 1.0) | {"speedup": {"steady": spread}} for context in (1000, 4000)])
+    ElementTree.fromstring(svg)
+    assert svg.count("<circle") == 2

@@ -1,9 +1,14 @@
-"""What tests of tests/gpu hold results against rejects wrong ones: of attention, of a cut, of a selection, of text."""
+"""What tests of tests/gpu hold results against rejects wrong ones; they need a GPU, and docs/gpu.md names them."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +18,7 @@ from torch import Tensor
 from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.acceptance import AcceptResult
 from gpt_fast_sd.state import BatchState
+from gpt_fast_sd.tp import why_no_cuda
 from tests.gpt_fast_sd.fast import references
 from tests.gpt_fast_sd.fast.dense import BF16
 from tests.gpt_fast_sd.fast.selected import best
@@ -20,6 +26,7 @@ from tests.gpu import test_kernels, test_smoke
 from tests.gpu.place import Held, Place, difference
 from tests.gpu.truths import shortfall
 
+ROOT = Path(__file__).resolve().parents[2]
 PLACE = Place(torch.device("cpu"))
 
 
@@ -33,9 +40,8 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.mark.parametrize("held", [(None, 0), (torch.int8, 0)])
 def test_a_kernel_that_reads_one_key_too_few_is_found(held: Held, patch: pytest.MonkeyPatch) -> None:
-    right, attend = kernels.decode_attention, (
-        test_kernels.test_few_queries_attend_as_in_fp64_and_pages_get_the_mass_that_was_paid_them
-    )  # fmt: skip
+    right = kernels.decode_attention
+    attend = test_kernels.test_few_queries_attend_as_in_fp64_and_pages_get_the_mass_that_was_paid_them
     attend(PLACE, 4, 128, 1, BF16, held)
 
     def short(q: Tensor, layer: Any, pos: Tensor, *rest: Any) -> Tensor:
@@ -104,3 +110,35 @@ def test_the_smoke_test_finds_rows_that_are_short_and_text_that_drafting_changes
     monkeypatch.setattr(BatchState, "accept", sevens)
     with pytest.raises(AssertionError):
         made.both_ways()
+
+
+# ---- tests/gpu on a machine without a GPU ----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_tests_for_a_chip_are_skipped_with_one_reason_where_there_is_none() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "400"})
+    reasons = {line.partition(": ")[2] for line in run.stdout.splitlines() if line.startswith("SKIPPED")}
+    assert reasons == {f"torch sees no CUDA device here: {why_no_cuda()}"}
+    counted = re.search(r"^(\d+) skipped, (\d+) deselected", run.stdout, re.M)
+    assert counted and int(counted[1]) > 50 and run.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_test_that_takes_too_long_on_a_chip_ends_its_process_and_shows_where(tmp_path: Path) -> None:
+    marks = "@pytest.mark.gpu\n@pytest.mark.seconds(1)\n"
+    (tmp_path / "test_hangs.py").write_text(f"import time, pytest\n{marks}def test_hangs():\n    time.sleep(60)\n")
+    options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "tests.gpu.conftest", "-c", str(ROOT / "pyproject.toml")]
+    command = [sys.executable, "-m", "pytest", *options, "-m", "gpu", str(tmp_path / "test_hangs.py")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1 and "passed" not in run.stdout
+    assert "Timeout (0:00:01)!" in run.stderr and "test_hangs.py" in run.stderr
+
+
+def test_every_test_that_the_page_of_first_commands_names_is_there() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert len(named) > 15
+    for path, name in named:
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), re.M), f"{path}::{name}"

@@ -1,0 +1,257 @@
+"""Whatever program is asked for nonsense says so in one sentence of its own, before any work."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import batch
+import benchmark
+import evaluate
+import generate
+import needles
+import plan
+import verify
+from gpt_fast_sd.loading import BUNDLED
+from maintain import build_wheel
+from scripts import minimal
+from tests.helpers import Refuses
+
+ROOT = Path(__file__).resolve().parents[2]
+BUDGET = "--sweep budget --no-compile --batch 2 --context 96 --max-new-tokens 6"
+LOSSLESS = "--lossless --no-compile --prompts 3 --longest 90 --max-new-tokens 5 --batch 2"
+PRECISION = "--sweep precision --precisions none,none/int8,int8,int8/int8"
+DRAWN = "--draw x.json --plots x"
+NOT_LOSSLESS = "pairs", "seconds", "context", "plots"
+PROGRAMS: dict[str, tuple[Callable[[list[str]], object], str]] = {  # and the flags before those that are wrong
+    "generate.py": (generate.main, "--model bundled --no-compile --max-new-tokens 6 --gamma 2"),
+    "batch.py": (batch.main, "{folder}/in.jsonl {folder}/out.jsonl --model {model} --no-compile --budget 16"),
+    "benchmark.py": (benchmark.main, "--model {model} --no-compile --max-new-tokens 8 --budget 16 --synthetic"),
+    "benchmark.py otherwise": (benchmark.main, ""),
+    "evaluate.py": (evaluate.main, "--text {document} --contexts 128 --lengths 96 --depths 0.5 --entries 2 --n 1"),
+    "needles.py": (needles.main, "--text {document} --lengths 192 --n 3 --budget 64"),
+    "verify.py": (verify.main, "--model bundled --no-compile"),
+    "plan.py": (plan.main, "--model meta-llama/Llama-3.1-8B"),
+    "plan.py without a model": (plan.main, ""),
+    "minimal.py": (minimal.main, ""),
+    "build_wheel.py": (build_wheel.main, ""),
+}
+REFUSED = {
+    "generate.py": [
+        *((f"--prompt '{text}'", "empty") for text in ("", " \n")),
+        (f"--prompt '{'word ' * 20000}'", "over max_seq_len 16,384"),
+        *((f"--{flag} nowhere.txt", "nowhere.txt") for flag in ("prompt-file", "prompts")),
+        ("--prompt a --dtype fp8", "'fp8'"),
+        ("--prompt a --gamma few", "'few'"),
+        ("--prompt a --draft lookup --budget 64", "--budget does nothing for --draft lookup: leave"),
+        ("--prompt a --draft standalone", "needs draft_model"),
+        ("--prompt a --draft standalone --draft-model nowhere", "no folder nowhere"),
+        ("--prompt a --draft standalone --draft-model tests", "tests is not a model folder"),
+        ("--prompt a --draft early_exit --exit-layers 6", "below the model's 6 layers"),
+        ("--prompt a --draft off --compare", "--compare needs a draft policy"),
+        ("--prompt a --temperature -1", "-1"),
+        ("--prompt a --max-seq-len 0", "--max-seq-len: expected a whole number of at least 1, got '0'"),
+        ("--prompt a --max-seq-len 6", "together 8, over max_seq_len 6, as --max-seq-len says"),
+        ("--prompt a --max-seq-len 20000", "--max-seq-len 20,000 is over the model's 16,384 positions"),
+        ("--prompt a --model tests", "no config.json"),
+        ("--prompt a --json nowhere/run.json", "nowhere"),
+        ("--prompt a --report {folder}/none/run.html", "there is no folder"),
+        ("--prompt a --report {folder}", "it is a folder"),
+        ("--prompt a --report {folder}/pipe", "it is no file that can be replaced"),
+        ("--prompt a --chat", "chat template"),
+        ("--prompt a\udcff", "--prompt: character 1 of the text is U+DCFF"),  # argv of bytes that are no UTF-8
+        ("--prompt a --stop a\udcff", "stop holds U+DCFF, half a character"),
+        ("--prompt a --model ''", ""),
+        ("--prompt-file {folder}/bytes.txt", "is not UTF-8 text: byte 3 is 0xe9"),
+        ("--prompt a --frobnicate", "--frobnicate"),
+        *((f"--prompt a --threads {n}", "--threads") for n in ("0", "1000000000", "99999999999999999999")),
+        ("--prompt a --prompts b.jsonl", "not allowed with"),
+    ],
+    "batch.py": [
+        ("--max-seq-len 5000", "--max-seq-len 5,000 is over the model's 4,096 positions"),
+        ("--batch-size 0", "expected a whole number of at least 1, got '0'"),
+        ("--temperature -1", "temperature must be 0 (greedy) or a positive number"),
+        ("--order random", "'random'"),
+        ("--tp 2", "tp must divide the number of processes"),
+        ("--rejects nowhere/r.jsonl", "there is no folder"),
+    ],
+    "benchmark.py": [
+        ("--batch 0", "expected whole numbers of at least 1"),
+        ("--context 1", "a context has at least 2 tokens, got 1"),
+        ("--context 1m", "as in 1k,4k,500; got '1m'"),
+        ("--draft psychic", "there is no policy 'psychic'"),
+        ("--draft off", "there is no policy 'off'"),
+        ("--budget 8", "budget must be at least 12 for streaming, got 8"),
+        ("--gamma few", "'few'"),
+        ("--temperature -1", "temperature must be 0 (greedy) or a positive number"),
+        ("--temperature 0,hot", "expected numbers, as in 0,0.8; got '0,hot'"),
+        ("--pairs 0", "--pairs 0 counts acceptance, which is for --sweep budget"),
+        ("--device tpu", "'tpu'"),
+        ("--tp 3", "tp must divide the number of processes"),
+        ("--plots README.md", "--plots needs a folder"),
+        ("--text README.md", "exclude each other"),
+        ("--precisions none", "--precisions does nothing with --sweep size"),
+        (f"{PRECISION} --kv-dtype int8", "--kv-dtype is what --precisions varies: name it there"),
+        (f"{PRECISION} --precisions int8/int8/int8/int8", "a precision is CACHE, CACHE/DRAFTS or"),
+        (f"{PRECISION} --precisions int7", "kv_dtype"),
+        (f"{PRECISION} --precisions none/int7", "quantize"),
+        (f"{PRECISION} --draft lookup", "quantize"),
+        (f"{PRECISION} --precisions none,none/float8", "quantize 'float8' of a draft runs on device 'cuda'"),
+        (f"{PRECISION} --precisions none/int4/int8", "needs a target with plain weights, or of that precision"),
+        (f"{PRECISION} --precisions int8 --dtype fp16", "kv_dtype 'int8' is not for models in fp16"),
+        (f"{PRECISION} --draft quantized", "measures caches in bytes, and quantized reads planes"),
+        (f"{PRECISION} --draft-kv-bits 4", "measures caches in bytes, and streaming reads planes"),
+    ],
+    "benchmark.py otherwise": [
+        (f"{BUDGET} --text nowhere.txt", "nowhere.txt: No such file"),
+        (f"{BUDGET} --context 5000", "tokens, but 2 prompts of 5,000 need 9,998"),
+        (f"{BUDGET} --context 1", "a context of 1 does not fit: from 2 to 16,378"),
+        (f"{BUDGET} --context 100,200", "--sweep budget measures with one --context, got 2"),
+        (f"{BUDGET} --gamma 2,3", "--sweep budget measures with one --gamma, got 2"),
+        (f"{BUDGET} --budget 8,64", "budget must be at least 12 for streaming, got 8"),
+        (f"{BUDGET} --synthetic", "--sweep budget is about texts: leave --synthetic out"),
+        (f"{LOSSLESS} --budget 64,128", "--lossless measures with one --budget, got 2"),
+        (f"{LOSSLESS} --shortest 99", "prompts of 99 to 90 tokens"),
+        (f"{LOSSLESS} --longest 20000", "tokens, too few for prompts of up to 20,000"),
+        (f"{LOSSLESS} --temperature 0.8", "--lossless compares greedy outputs"),
+        (f"{LOSSLESS} --draft standalone --draft-model nowhere", "no folder nowhere"),
+        ("--draw README.md --plots x", "README.md holds no results of this program"),
+        ("--draw x.json", "--draw needs --plots DIR to draw into"),
+        ("--text README.md README.md", "two texts have one name"),
+        ("--text {folder}/empty.txt", "empty.txt is empty"),
+        *((f"{LOSSLESS} --{name} 9", f"--{name} does nothing with --lossless") for name in NOT_LOSSLESS),
+        (f"{BUDGET} --prompts 9", "--prompts does nothing with --sweep budget"),
+        (f"{BUDGET} --pairs 0 --seconds 9", "--seconds goes on with pairs, and --pairs 0 times none"),
+        *((f"--{name} 9", f"--{name} does nothing with --sweep size") for name in ("shortest", "longest")),
+        *((f"{DRAWN} --{given}", "does nothing with --draw: leave") for given in ("pairs 9", "json y", "no-compile")),
+        ("--exit-layers 1", "exit_layers does nothing for streaming: leave it out"),
+        ("--draft-model bundled", "draft_model does nothing for streaming"),
+        (f"{BUDGET} --draft quest,lookup --view full", "view does nothing for quest and lookup"),
+        ("--fresh", "--fresh forgets what --json holds, and there is no --json"),
+        *((f"--seconds {n}", f"expected a positive number of seconds, got '{n}'") for n in ("inf", "nan", "0")),
+    ],
+    "evaluate.py": [
+        ("--contexts 100 128", "the longest context, 128, must be a multiple of 100"),
+        ("--lengths 20000", "the model has 16,384 positions, too few for 20,000 tokens"),
+        ("--contexts 16384", "document has 7,"),
+        ("--entries 2000", "over the model's 16,384"),
+        ("--entries 5000", "names for facts, too few for 5,000"),
+        *((f"--{name} 0", "whole number of at least 1, got '0'") for name in ("entries", "contexts", "lengths")),
+        *((f"--depths {depth}", f"expected a number from 0 to 1, got '{depth}'") for depth in ("nan", "2")),
+        ("--lengths 12", "a needle does not fit into 12 tokens"),
+        ("--kv-dtype int3", "kv_dtype must be"),
+        ("--reference nowhere", "no folder nowhere"),
+        ("--card x.md", "--card needs --log"),
+        ("--books .", "not allowed with argument --text"),
+    ],
+    "needles.py": [
+        ("--kinds riddle", "there is no kind 'riddle'"),
+        ("--lengths 20000", "prompts of 20,000 tokens are over the model's 16,384 positions"),
+        ("--lengths 16000", "tokens, too few for prompts of 16,000"),
+        ("--lengths 30", "does not fit into 30 tokens"),
+        ("--budget 8", "budget must be at least 12"),
+        ("--fresh", "--fresh forgets what --json holds"),
+        ("--tp 2", "unrecognized arguments: --tp 2"),
+    ],
+    "verify.py": [
+        ("--draft off", "--draft off is plain decoding"),
+        ("--gamma auto", "expected a whole number of at least 1, got 'auto'"),
+        *((f"--context {n}", f"prompts of up to {n:,} tokens: allowed are 16 to") for n in (3, 999_999)),
+        ("--batch-size 1000000000", "batch_size 1000000000 x max_seq_len"),
+        ("--samples 1000000000000", "expected at most 1,000,000 samples, got '1000000000000'"),
+        ("--samples 0", "expected a whole number of at least 1, got '0'"),
+        ("--soak -1", "expected a whole number of at least 1, got '-1'"),
+        ("--text nowhere.txt", "nowhere.txt"),
+        ("--text {document} --json {document}", "document.txt"),
+        ("--draft quantized", "int8"),
+        ("--quantize float8", "float8"),
+    ],
+    "plan.py": [
+        ("--device H300", "got 'H300'"),
+        ("--device H200 --tp 3", "tp 3 does not fit the model"),
+        ("--device H200 --tp 16", "tp 16 is more than the 8 devices of a machine"),
+        ("--device H200 --context 200k", "over the model's 131,072 positions"),
+        ("--device H200 --batch 0", "whole numbers of at least 1"),
+        ("--device H200 --policy foo", "policy must be one of"),
+        ("--device H200 --policy off", "drafts nothing"),
+        ("--device H200 --policy lookup", "no published acceptance of lookup is known"),
+        ("--device H200 --policy streaming --budget 3", "budget must be at least 12 for streaming, got 3"),
+        ("--device H200 --acceptance nan", "acceptance must be a rate from 0 to 1"),
+        ("--device H200 --memory nan", "memory must be a positive number of GiB, got nan"),
+        ("--device H200 --tp 2 --link 0", "bandwidth of a link must be positive, got 0.0"),
+        ("--bandwidth 0 --flops 4", "bandwidth must be a positive number of GB/s, got 0"),
+        ("--bandwidth 4 --flops nan", "peak must be a positive number of TFLOP/s, got nan"),
+        ("--bandwidth 4", "--device says, or --bandwidth and --flops"),
+        ("--device H200 --link 100", "--link does nothing on one device: leave it out, or say --tp"),
+        ("--device H200 --network 50", "--network does nothing on one device"),
+        ("--device A100 --quantize float8", "needs a GPU that multiplies float8, and A100-80G SXM does"),
+        ("--device A100 --draft-quantize float8", "quantize 'float8' needs a GPU that multiplies float8"),
+        ("--kv-dtype fp8", "argument --kv-dtype: invalid choice: 'fp8' (choose from"),
+        ("--device H200 --quantize int4 --dtype fp16", "quantize 'int4' needs bf16 weights, not fp16: use"),
+        ("--device H200 --draft-quantize float8 --dtype fp32", "needs bf16 weights, not fp32"),
+        ("--device H200 --quantize int8 --draft-quantize int4", "needs a target with plain weights, or of that preci"),
+        ("--device H200 --tp 8 --draft-quantize int4", "quantize 'int4' of a draft pads inputs to multiples of 1,024"),
+        ("--device H200 --acceptance {folder}/sweep.json", "sweep.json is damaged: KeyError("),
+    ],
+    "plan.py without a model": [
+        ("", "there is nothing to plan: --model M says what, or --measured FILE what to compare with"),
+        ("--measured README.md", "README.md holds no results"),
+        ("--measured /dev/zero", "/dev/zero holds no results"),
+        ("--measured nowhere.json", "nowhere.json: No such file"),
+        ("--measured {folder}/sweep.json", "sweep.json is damaged: KeyError("),
+        ("--measured sweep.json --plot x.png", "--plot draws a forecast, which needs --model"),
+        ("--measured sweep.json --max-new-tokens 9", "--max-new-tokens does nothing without --model: leave it out"),
+        ("--measured sweep.json --device H200", "--device does nothing without --model"),
+    ],
+    "minimal.py": [
+        *((f"--gamma {gamma}", f"gamma must be from 0 to 16, got {gamma}") for gamma in (-1, 17)),
+        ("--budget 4", "budget must be from 5 to 1000000, got 4"),
+        *((f"--temperature {t}", f"temperature must be from 0 to 9, got {t}") for t in ("-0.5", "nan")),
+        ("--max-new-tokens 0", "max_new_tokens must be from 1 to 1000000, got 0"),
+        ("--seed -1", "seed must be from 0 to 1000000000, got -1"),
+        ("--prompt ''", "prompt 0 is empty"),
+        (f"--prompt I --prompt '{'so ' * 16_384}'", "prompt 1 has "),
+        ("--prompt I --max-new-tokens 16384", "with the new ones, 16,384 fit"),
+        ("--prompt-file nowhere.txt", "No such file or directory: 'nowhere.txt'"),
+        ("--prompt-file {folder}/bytes.txt", "can't decode byte 0xe9"),
+        ("--model 'no such model'", "no folder no such model"),
+    ],
+    "build_wheel.py": [
+        ("--sets avx3", "--sets avx3: CPUs of this kind have "),
+        ("--head-dims 72", "--head-dims 72: allowed are"),
+        ("--head-dims 64 512", "--head-dims 512: allowed are multiples of 16 up to 256"),
+        ("--dist {folder}/in.jsonl", "in.jsonl: File exists"),  # before anything is built
+        ("--dist {folder}/in.jsonl/dist", "in.jsonl/dist: Not a directory"),
+    ],
+}
+ALIKE = [  # programs, of which each has this flag
+    ("batch.py benchmark.py evaluate.py needles.py generate.py", "--model nowhere", "no folder nowhere"),
+    ("benchmark.py evaluate.py needles.py", "--json nowhere/x.json", "there is no folder"),
+    ("batch.py benchmark.py needles.py", "--draft standalone", "needs draft_model"),
+    ("evaluate.py needles.py", "--plot x.txt", "its name must end in .png"),
+]
+ROWS = [(program, *row) for program, rows in REFUSED.items() for row in rows]
+ROWS += [(program, flags, said) for programs, flags, said in ALIKE for program in programs.split()]
+
+
+@pytest.mark.parametrize(("program", "flags", "said"), ROWS, ids=lambda text: text[:60])
+def test_nonsense_is_refused_in_one_sentence(
+    program: str, flags: str, said: str, refuses: Refuses, tiny_folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(build_wheel, "build_kernel", None)
+    (tmp_path / "in.jsonl").write_text('{"prompt": [1, 2]}\n')
+    (tmp_path / "empty.txt").touch()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bytes.txt").write_bytes(b"caf\xe9")
+    point = '{"status": "measured", "acceptance_by_position": [0.5]}'  # lacks nearly all
+    (tmp_path / "sweep.json").write_text(f'{{"benchmark": "batch", "settings": {{}}, "points": [{point}]}}')
+    main, before = PROGRAMS[program]
+    argv = f"{before} {flags}".format(folder=tmp_path, model=tiny_folder, document=BUNDLED / "document.txt")
+    found = refuses(main, *shlex.split(argv))
+    assert found.startswith(f"{program.split()[0]}: ") and said in found
