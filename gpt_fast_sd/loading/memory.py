@@ -23,7 +23,7 @@ from .workspace import Workspace
 GIB = 2**30
 
 # On CUDA only. Allocations outside torch, whose size nothing reports beforehand:
-RESERVE, SHARE = GIB, 0.03  # bytes, and a share of the device: cuBLAS, Triton, tuning, fragmentation
+RESERVE, SHARE = GIB, 0.015  # bytes, and a share of the device: cuBLAS, modules of kernels, ends of blocks
 COMMUNICATOR = GIB  # NCCL's buffers of one group of ranks
 # A captured graph keeps a record of each launch on the device: about 64 KiB, by the growth of memory with graphs of 500
 # to 2,000 launches (NVIDIA's developer forum, thread 244901); not measured here.

@@ -92,7 +92,8 @@ class ViewCosts:
 # longest rounds in all three kinds of sampling, or for three tiers of gamma "auto", over one view: when a batch grows
 # into the next doubling of the view, graphs of the one before are useless. Every tier, kind and view of 128K tokens
 # would be sixteen times as many. A hierarchy has up to 33 steps per round, and "auto" in several kinds also needs more
-# than these: if a batch then alternates between kinds, rounds are captured again, which costs only time.
+# than these: if a batch then alternates between kinds, rounds are captured again, which costs only time. With one gamma
+# those of one view suffice: a graph of a wider kind serves narrower ones, so most batches hold three views in it.
 KINDS = 3
 MOST_STEPS = KINDS * (1 + MAX_GAMMA)
 REFRESH_STEPS = 2  # what a refreshing pass counts for: it launches more than a step does
@@ -105,12 +106,12 @@ def steps_of(draft: DraftConfig, gamma: int) -> int:
 
 
 def steps_held(max_seq_len: int, draft: DraftConfig, group: int) -> int:
-    """The most steps of captured rounds that are held: MOST_STEPS, or all that exist.
+    """The most steps of captured rounds that are held: MOST_STEPS, or all that exist; with one gamma those of one view.
 
     group: query heads per kv head of the target.
     """
     gammas = [0] if draft.policy == "off" else gamma_tiers(group) if isinstance(draft.gamma, str) else [0, draft.gamma]
-    views = max(1, (KVCache.splits(max_seq_len) - 1).bit_length())  # doublings of two splits, see doubling
+    views = max(1, (KVCache.splits(max_seq_len) - 1).bit_length()) if isinstance(draft.gamma, str) else 1  # doublings
     there_are = KINDS * sum(steps_of(draft, gamma) for gamma in gammas)
     there_are += REFRESH_STEPS if draft.view_name and registry.view_class(draft.view_name).n_observed else 0
     return min(MOST_STEPS, views * there_are)

@@ -27,7 +27,7 @@ from ..fast.devices import traits_of
 from ..loading import draft_group, ready_draft
 from ..policies import DraftConfig, DraftPolicy, build_policy
 from ..policies.config import gamma_tiers
-from ..policies.costs import MOST_STEPS, REFRESH_STEPS, steps_of
+from ..policies.costs import REFRESH_STEPS, steps_held, steps_of
 from ..round import Round
 from ..sampling import Kind
 from ..state import BatchState, RoundPlan
@@ -94,6 +94,7 @@ class Rounds(Round):
         super().__init__(target, state, policy, page=draft.page, width=width)
         self.draft, self.capture, self.wait = draft, capture, wait
         self._captured: dict[tuple[object, ...], Callable[[], Any]] = {}
+        self.most_steps = steps_held(target.cache.max_seq_len, draft, target.model.config.group_size)
         self._steps_held = 0  # steps in all captured rounds
         self._baked: tuple[object, ...] = ()
         self.capture_seconds = 0.0  # that captures have taken so far
@@ -109,7 +110,7 @@ class Rounds(Round):
 
     @property
     def captured(self) -> int:
-        """CUDA graphs of rounds held now, with at most MOST_STEPS steps in all."""
+        """CUDA graphs of rounds held now, with at most most_steps steps in all."""
         return len(self._captured)
 
     def keys_read(self, plan: RoundPlan) -> int:
@@ -249,7 +250,7 @@ class Rounds(Round):
             self.synchronize()  # so that a round in flight does not count as capture time
             started = time.perf_counter()
             try:
-                if self._steps_held + steps > MOST_STEPS:
+                if self._steps_held + steps > self.most_steps:
                     self.forget()  # all of them, see GraphPool
                 self._captured[key] = self._captured_or_as_it_is(self.capture, part)
                 self._steps_held += steps

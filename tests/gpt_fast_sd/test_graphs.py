@@ -160,8 +160,8 @@ def test_no_more_steps_are_held_in_graphs_than_the_bound(
     cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are freed together: one freed alone would take memory that the others need."""
-    monkeypatch.setattr("gpt_fast_sd.serving.launch.MOST_STEPS", 6)
     one, held, steps = engine(gamma="auto"), list[int](), list[int]()
+    one.schedule.rounds.most_steps = 6
     drafting_now_and_then(one, [3, 1, 2, 3, 3, 1, 0], timed=False)
 
     def note(n_keys: int) -> None:

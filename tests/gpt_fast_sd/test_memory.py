@@ -94,7 +94,7 @@ def test_llama_8b_fits_an_h200_where_it_should(batch: int, context: int, fits: b
 
 def test_a_device_keeps_a_reserve_for_what_is_allocated_outside_torch() -> None:
     alone, shared = plan(16, 57_344), plan(16, 57_344, groups=2)
-    assert alone.reserve == GIB + int(0.03 * 140 * GIB)
+    assert alone.reserve == GIB + int(0.015 * 140 * GIB)
     assert shared.total - alone.total == shared.reserve - alone.reserve == 2 * GIB
     model = tiny_config()
     on_cpu = plan_of(EngineConfig(), DraftConfig(), model, groups=2, whole=140 * GIB)
@@ -107,7 +107,8 @@ def test_captured_rounds_are_planned_for_by_the_launches_of_all_that_may_be_held
         for policy, draft in (("streaming", {"gamma": 8}), ("streaming", {"gamma": "auto"}), ("off", {}))
     )
     launches = auto // MOST_STEPS
-    assert auto == fixed == MOST_STEPS * launches and 300 <= launches <= 500  # a step of 32 layers
+    assert auto == MOST_STEPS * launches and 300 <= launches <= 500  # a step of 32 layers
+    assert fixed == 3 * (1 + 9) * launches  # of one view, whose graphs of a wider kind serve narrower ones
     assert plain == 3 * 8 * launches  # three kinds of sampling over views of 512 to 65,536: there are no more
     short = plan(16, 500, "streaming", gamma=1).graphs // NODE
     assert short == 3 * (1 + 2) * launches  # one view
@@ -277,7 +278,7 @@ def test_the_refusal_names_every_size_what_is_missing_and_what_would_fit() -> No
         wanted.check(139 * GIB)
     sentence = str(refusal.value)
     assert sentence.startswith("batch_size 16 x max_seq_len 100,000 takes weights 15.0 GiB + KV cache 196.0 GiB + ")
-    assert re.search(r" \+ CUDA graphs \d\.\d GiB \+ reserve 5\.2 GiB = ", sentence)
+    assert re.search(r" \+ CUDA graphs \d\.\d GiB \+ reserve 3\.1 GiB = ", sentence)
     missing = (wanted.total - 139 * GIB) / GIB
     assert f"the 139.0 GiB of memory of cuda:0 are {missing:.1f} GiB short of that; batch_size 9 or " in sentence
     slots, tokens = (int(number.replace(",", "")) for number in sentence.split("; batch_size ")[1].split()[:4:3])
