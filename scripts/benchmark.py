@@ -53,7 +53,6 @@ from gpt_fast_sd.model import load_tokenizer, read_config
 from measuring import grid, plots, prompts
 from measuring.grid import draft_fields, draft_label, has_a_model, known_drafters
 from measuring.ledger import complete, read_document
-from measuring.lengths import lengths_of
 from measuring.modes import (
     ByBudget,
     ByPrecision,
@@ -66,7 +65,7 @@ from measuring.modes import (
     describe,
     params_of,
 )
-from measuring.points import ratio_text
+from measuring.points import lengths_of, ratio_text
 
 PROGRAM = "benchmark.py"
 Record = dict[str, Any]

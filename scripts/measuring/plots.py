@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring.grid import draft_label
-from measuring.lengths import shown_speedup
+from measuring.points import shown_speedup
 
 Record = dict[str, Any]
 Draw = Callable[[Any], None]
@@ -223,7 +223,7 @@ def over_budget(
     return draw
 
 
-def draw_budgets(results: Sequence[Record], title: str, path: Path) -> None:
+def draw_budgets(results: Sequence[Record], title: str, path: Path) -> list[Path]:
     """Panels over the budget: acceptance, tokens per round and, if it was timed, speed with its spread."""
     timed, policies = [r for r in results if r["ratio"]], [*dict.fromkeys(r["policy"] for r in results)]
     panels = [
@@ -237,6 +237,7 @@ def draw_budgets(results: Sequence[Record], title: str, path: Path) -> None:
 
         panels.append(over_budget(SPEED, timed, lambda r: r["ratio"]["median"], policies, level=1.0, ends=ends))
     draw_panels([panels], path, title=title, legend=True)
+    return [path]
 
 
 def draw_acceptance(documents: Sequence[Record], title: str, path: Path) -> None:
@@ -289,7 +290,7 @@ def draw_bars(
     )  # fmt: skip
 
 
-def draw_precisions(points: Sequence[Record], title: str, path: Path) -> None:
+def draw_precisions(points: Sequence[Record], title: str, path: Path) -> list[Path]:
     """Speeds at each precision, plain and with drafts, over plain decoding with nothing quantized; a panel a point."""
     cells = []
     for r in points:
@@ -300,3 +301,4 @@ def draw_precisions(points: Sequence[Record], title: str, path: Path) -> None:
         bars = {label: (found["median"], f" {found['median']:.2f}x") for label, found in speeds.items()}
         cells.append([(f"{r['batch']} x {r['context']:,}, {draft_label(r)}", bars, 1.0)])
     draw_bars(cells, path, title=title, xlabel="speed, times plain decoding with nothing quantized", first="")
+    return [path]

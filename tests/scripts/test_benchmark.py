@@ -19,11 +19,10 @@ from flags import gammas, sizes
 from gpt_fast_sd import DraftConfig, EngineConfig
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.serving.stats import EngineStats
-from measuring import points, turns
+from measuring import modes, points, turns
 from measuring.chips import Chip, Rates
 from measuring.forecast import System
 from measuring.grid import Point, Setting, name_of
-from measuring.modes import budget, size
 from tests.helpers import tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,7 +233,7 @@ def test_a_batch_that_no_memory_holds_is_refused_before_its_prompts_are_made(
         raise AssertionError("prompts were made")
 
     monkeypatch.setattr(benchmark.prompts, "round_the_text", made)
-    monkeypatch.setattr(size, "MOST_RANDOM", 1000)
+    monkeypatch.setattr(modes, "MOST_RANDOM", 1000)
     assert run(model, "--batch", "1000000000", "--context", "40", *flags) == 2
     out, err = capsys.readouterr()
     assert "skipped: batch_size 1000000000 x max_seq_len" in out and "nothing could be measured" in err
@@ -436,7 +435,7 @@ def test_without_pairs_acceptance_is_that_of_timed_runs_and_nothing_is_timed(
         return original(*args, speculate=speculate, **others)
 
     monkeypatch.setattr(turns, "run", noting)
-    monkeypatch.setattr(budget, "run", noting)
+    monkeypatch.setattr(modes, "run", noting)
     found = []
     for pairs in ("1", "0"):
         file = tmp_path / f"{pairs}.json"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from measuring.lengths import Crossing, crossing, lengths_of, lines_of
+from measuring.points import Crossing, crossing, lengths_of, lines_of
 
 Record = dict[str, Any]
 

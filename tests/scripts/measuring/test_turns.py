@@ -56,7 +56,9 @@ def test_pairs_alternate_who_goes_first_after_a_short_untimed_run_of_each() -> N
     assert len(turns.ratios("completion")) == len(turns.ratios("steady")) == 3 and turns.first_differences == []
     assert turns.prefill.prefill_tokens > 0 == turns.counts.prefill_tokens
     assert turns.counts.decode_tokens == 60 and sum(turns.counts.rounds_by_gamma.values()) == turns.counts.rounds
-    assert set(turns.distinct_4grams) == {"plain", "speculative"} and turns.by_steps and turns.by_steps > 0
+    assert (
+        set(turns.acceptance["distinct_4grams"]) == {"plain", "speculative"} and turns.by_steps and turns.by_steps > 0
+    )
 
 
 def test_short_runs_go_on_until_they_took_the_time_asked_for() -> None:
