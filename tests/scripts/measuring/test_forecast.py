@@ -14,9 +14,9 @@ from gpt_fast_sd.draft import View
 from gpt_fast_sd.model import ModelConfig, preset
 from measuring.chips import CHIPS, PCIE_5, Chip, Link, Ranks, chip_named, chip_of, nvlink
 from measuring.forecast import Kept, System, compare, default_policies, shape_of
-from measuring.planning import comparison, drafts_of, plan, text
 from measuring.replay import PROFILES
 from measuring.roofline import EXPECTED, IDEAL, MOST, Efficiency, best_gamma
+from plan import comparison, drafts_of, plan, text
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA, SMALL = preset("meta-llama/Llama-3.1-8B"), preset("meta-llama/Llama-3.2-1B")
