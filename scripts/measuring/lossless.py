@@ -57,6 +57,12 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     return next((i for i, (a, b) in pairs if a != b), None)
 
 
+def n_agreeing(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many leading tokens of two outputs are the same."""
+    parted = first_difference(ours, theirs)
+    return len(ours) if parted is None else parted
+
+
 def differences(
     outputs: Iterable[tuple[int, Sequence[int], Sequence[int], Sequence[int]]],
     logits_after: Callable[[list[int]], Tensor],

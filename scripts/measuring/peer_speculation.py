@@ -17,17 +17,15 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gpt_fast_sd.config import DraftConfig
-from measuring.lossless import first_difference
-from measuring.peers import AS_IT_COMES, Decoded, Entry, PeerFailed, PeerMissing, Setup, Worker
+from measuring.lossless import n_agreeing
+from measuring.peers import AS_IT_COMES, Decoded, Entry, Field, PeerFailed, Setup, Worker
 from measuring.tables import Column, Table, shown
 from measuring.turns import SHORT, distinct_4grams, spread
-
-T = TypeVar("T")
 
 PROGRAM = "llama-server"
 START_SECONDS = 120.0  # within which a server has loaded its models
@@ -222,14 +220,13 @@ def decoded(answer: dict[str, Any], n: int, waited: float) -> Decoded:
 # ---- heats and turns -------------------------------------------------------------------------------------------------
 
 
-class Contest:
+class Contest(Field):
     """One run of the benchmark: every mode in a heat of its own, then the best mode of each peer in turns."""
 
     def __init__(self, setup: Setup, program: Path, without: Sequence[str], *, new_tokens: int, repeats: int) -> None:
         """without: modes that are left out. new_tokens: of each run. repeats: turns."""
-        self.setup, self.program, self.new_tokens, self.repeats = setup, program, new_tokens, repeats
-        self.entries = [entry for entry in entries() if entry.mode not in without]
-        self.failures: list[str] = []
+        super().__init__(setup, entries(), without)
+        self.program, self.new_tokens, self.repeats = program, new_tokens, repeats
 
     def start(self, entry: Entry, context: int) -> Worker | LlamaServer:
         """The peer, loaded, in a process of its own; PeerMissing or PeerFailed."""
@@ -240,15 +237,6 @@ class Contest:
         worker.call("reserve", 1, capacity)
         return worker
 
-    def attempt(self, entry: Entry, context: int, work: Callable[..., T], *arguments: Any) -> T | None:
-        """What the work gives; None if it fails, which is noted as this mode's alone."""
-        try:
-            return work(*arguments)
-        except (PeerMissing, PeerFailed) as reason:
-            self.failures.append(f"{entry.label}, context {context}: {reason}")
-            print(f"  failed: {self.failures[-1]}", flush=True)
-            return None
-
     def heat(self, entry: Entry, prompt: list[int]) -> Decoded:
         """The faster of two runs, after an untimed short one that prefills."""
         with contextlib.closing(self.start(entry, len(prompt))) as peer:
@@ -257,22 +245,20 @@ class Contest:
 
     def turns(self, best: Sequence[Entry], prompt: list[int]) -> dict[Entry, list[Decoded]]:
         """The runs of these modes, which take turns; one that fails is not in it."""
-        context, peers, runs = len(prompt), {}, {}
-        try:
+        where, runs = f"context {len(prompt)}", dict[Entry, list[Decoded]]()
+        with contextlib.ExitStack() as started:
+            peers = {}
             for entry in best:
-                if peer := self.attempt(entry, context, self.start, entry, context):
-                    peers[entry] = peer
-                    if self.attempt(entry, context, peer.decode, prompt, min(SHORT, self.new_tokens)):
-                        runs[entry] = list[Decoded]()
+                if peer := self.attempt(entry, where, self.start, entry, len(prompt)):
+                    peers[entry] = started.enter_context(contextlib.closing(peer))
+                    if self.attempt(entry, where, peer.decode, prompt, min(SHORT, self.new_tokens)):
+                        runs[entry] = []
             for _ in range(self.repeats):
                 for entry in list(runs):
-                    if run := self.attempt(entry, context, peers[entry].decode, prompt, self.new_tokens):
+                    if run := self.attempt(entry, where, peers[entry].decode, prompt, self.new_tokens):
                         runs[entry].append(run)
                     else:
                         del runs[entry]
-        finally:
-            for peer in peers.values():
-                peer.close()
         return runs
 
     def cell(self, prompt: list[int]) -> dict[str, Any]:
@@ -280,7 +266,7 @@ class Contest:
         heats: dict[Entry, Decoded] = {}
         print(HEAT.head, flush=True)
         for entry in self.entries:
-            if run := self.attempt(entry, len(prompt), self.heat, entry, prompt):
+            if run := self.attempt(entry, f"context {len(prompt)}", self.heat, entry, prompt):
                 heats[entry] = run
                 print(HEAT.line(heat_row(entry, run)), flush=True)
         best: dict[str, Entry] = {}
@@ -308,13 +294,13 @@ def rows_of(runs: dict[Entry, list[Decoded]]) -> list[dict[str, Any]]:
     plain = {entry.peer: found for entry, found in runs.items() if entry.peer in ("ours", "llama.cpp")}
     rows = []
     for entry, found in runs.items():
-        own = plain.get(entry.peer.split(",")[0])
+        own, first = plain.get(entry.peer.split(",")[0]), found[0].tokens
         speeds = [run.tokens_per_second for run in found]
         row = heat_row(entry, found[0]) | {
             "tokens_per_second": spread(speeds), "over_its_plain": over(found, own),
-            "over_our_plain": over(found, plain.get("ours")), "distinct_4grams": distinct_4grams([found[0].tokens]),
-            "same_as_its_plain": same_tokens(found[0], own[0]) if own else None,
-            "same_in_every_turn": all(run.tokens == found[0].tokens for run in found), "tokens": found[0].tokens,
+            "over_our_plain": over(found, plain.get("ours")), "distinct_4grams": distinct_4grams([first]),
+            "same_as_its_plain": n_agreeing(first, own[0].tokens) if own else None,
+            "same_in_every_turn": all(run.tokens == first for run in found), "tokens": first,
         }  # fmt: skip
         rows.append(row)
     return rows
@@ -329,25 +315,20 @@ def over(runs: Sequence[Decoded], others: Sequence[Decoded] | None) -> float | N
     )
 
 
-def same_tokens(run: Decoded, other: Decoded) -> int:
-    """How many leading tokens are the same."""
-    parted = first_difference(run.tokens, other.tokens)
-    return len(run.tokens) if parted is None else parted
-
-
 DRAFTS = (
     Column("accepted", lambda r: shown(r["accepted_share"], ".0%")),
     Column("drafted/round", lambda r: f"{r['drafted_per_round']:.2f}"),
     Column("tokens/round", lambda r: f"{r['tokens_per_round']:.2f}"),
 )
+PEER = Column("peer", lambda r: r["peer"], 22, left=True)
 HEAT = Table(
-    Column("peer", lambda r: r["peer"], 22, left=True),
+    PEER,
     Column("mode, alone", lambda r: r["mode"], 34, left=True),
     Column("tokens/s", lambda r: f"{r['tokens_per_second']:.1f}"),
     *DRAFTS,
 )
 TURNS = Table(
-    Column("peer", lambda r: r["peer"], 22, left=True),
+    PEER,
     Column("its best mode, in turns", lambda r: r["mode"], 34, left=True),
     Column("tokens/s", lambda r: f"{r['tokens_per_second']['median']:.1f}"),
     Column("least", lambda r: f"{r['tokens_per_second']['min']:.1f}", 6),
