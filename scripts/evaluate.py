@@ -39,18 +39,8 @@ from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import Tokenizer, read_config
 from maintain.bundled_card import LOOKUPS, PERPLEXITY, card, needle_table, read_training
 from maintain.bundled_data import book_paths
-from measuring import machine, plots, prompts
-from measuring.knowledge import (
-    BESIDE,
-    NEW_TOKENS,
-    distance,
-    draw_needles,
-    last_logits,
-    measure_perplexity,
-    measure_probes,
-    stretches,
-    write_samples,
-)
+from measuring import knowledge, machine, plots, prompts
+from measuring.knowledge import BESIDE, NEW_TOKENS, distance, measure_probes, stretches
 from measuring.needles import DIGITS, Case, lookup, made_up, needle
 
 PROGRAM = "evaluate.py"
@@ -196,16 +186,16 @@ def run(args: argparse.Namespace) -> None:
             "parameters": config.n_params, "layers": config.n_layers, "dim": config.dim, "heads": config.n_heads,
             "kv_heads": config.n_kv_heads, "vocab": config.vocab_size, "positions": config.max_seq_len,
         },
-        "training": training, "perplexity": measure_perplexity(engine, tokenizer, cuts, args.contexts),
-        **asked(engine), "samples": write_samples(engine, args.seed),
+        "training": training, "perplexity": knowledge.measure_perplexity(engine, tokenizer, cuts, args.contexts),
+        **asked(engine), "samples": knowledge.write_samples(engine, args.seed),
     }  # fmt: skip
     if compared:
-        own = last_logits(engine, tokenizer, cuts, compared)
+        own = knowledge.last_logits(engine, tokenizer, cuts, compared)
         del engine
         machine.release_memory(parallel.device)
         name = args.reference or args.model
         engine = Engine.from_pretrained(name, plain, parallel=parallel)
-        theirs = last_logits(engine, tokenizer, cuts, compared)
+        theirs = knowledge.last_logits(engine, tokenizer, cuts, compared)
         result["reference"] = {
             "name": f"{name}, {engine.dtype_name}, nothing quantized", **asked(engine),
             "logits": [
@@ -218,7 +208,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         texts[args.json] = json.dumps(result, indent=1) + "\n"
     if args.plot and result["needle"]:
-        draw_needles(result["needle"], args.plot)
+        knowledge.draw_needles(result["needle"], args.plot)
     if args.card:
         texts[args.card] = card(result, training, args.note)
     save(texts, PROGRAM)

@@ -10,37 +10,19 @@ from typing import Any
 
 from tqdm import tqdm
 
+from gpt_fast_sd import loading
 from gpt_fast_sd.config import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.fast.compile import can_compile
 from gpt_fast_sd.loading import TORCH_DTYPES, check_kv_dtype, locate, natural_dtype, plan_for
-from gpt_fast_sd.loading import System as EngineSystem
-from gpt_fast_sd.model import (
-    ModelConfig,
-    Tokenizer,
-    load_model,
-    read_config,
-    read_stored_dtype,
-    read_stored_float8,
-)
+from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, read_config, read_stored_dtype, read_stored_float8
 from gpt_fast_sd.tp import Parallel
-from measuring import grid, lossless, machine, plots, prompts
+from measuring import grid, lossless, machine, plots, points, prompts
 from measuring.chips import Chip, Ranks, chip_of
 from measuring.forecast import System
 from measuring.grid import Point, Setting, Sweep, draft_fields, draft_label, has_a_model
 from measuring.ledger import Ledger, digest, fingerprint
-from measuring.points import (
-    BUDGETS,
-    POLICIES,
-    PRECISIONS,
-    SIZES,
-    difference_text,
-    lengths_of,
-    lines_of,
-    more,
-    rates_of,
-    summarize,
-)
+from measuring.points import BUDGETS, POLICIES, PRECISIONS, SIZES, lengths_of
 from measuring.tables import Table
 from measuring.turns import Run, Turns, in_turns, round_ms, run, shortened, spread, take_turns, totals, way_of
 
@@ -295,7 +277,7 @@ class BySize(Mode):
 
     def system(self, engine: Engine) -> System:
         """The model on this machine, whose rates are measured once."""
-        self.chip = self.chip or rates_of(engine.device, engine.dtype)
+        self.chip = self.chip or points.rates_of(engine.device, engine.dtype)
         job, args = self.job, self.job.args
         link = (chip_of(self.chip.name) or self.chip).link
         return System(
@@ -319,7 +301,7 @@ class BySize(Mode):
         machine.restart_peak(engine.device)
         params, args = self.job.params(point.batch, point.temperature), self.job.args
         turns = take_turns(engine, rows, params, args.pairs, seconds=args.seconds, progress=progress)
-        return summarize(point, turns, engine, system, self.job.draft(point))
+        return points.summarize(point, turns, engine, system, self.job.draft(point))
 
     def done(self, point: Point, found: Record | Exception) -> None:
         """Store and print the figures, or why there are none; they replace older ones."""
@@ -329,7 +311,7 @@ class BySize(Mode):
         self.ledger.write(**self.derived())
         self.bar.write(self.line(self.ledger.find(point.key) or {}))
         if "speedup" in found:
-            self.bar.write(more(found))
+            self.bar.write(points.more(found))
 
     def derived(self) -> Record:
         """What follows from all points together, for the file."""
@@ -358,7 +340,7 @@ class BySize(Mode):
         if capturing:
             print(f"capturing rounds as CUDA graphs took {capturing:.1f} s, which are in no speed above")
         lengths = lengths_of(measured)
-        print(*lines_of(lengths), sep="\n")
+        print(*points.lines_of(lengths), sep="\n")
         self.warn_of_speeds()
         self.draw(lambda title, folder: plots.draw_sweep(measured, lengths, title, folder))
         compared = [r["lossless"] for r in measured if r["lossless"]["compared"]]
@@ -506,7 +488,7 @@ class Lossless(Mode):
 
     def line(self, record: Record) -> str:
         """A row of the table, and a line for each difference."""
-        return "\n".join([self.table.line(record), *map(difference_text, record["differences"])])
+        return "\n".join([self.table.line(record), *map(points.difference_text, record["differences"])])
 
     def report(self, found: list[Record]) -> None:
         """Which policies are not lossless."""
@@ -650,7 +632,7 @@ class ByPrecision(BySize):
                 draft = one.draft(setting.draft(args.gamma[0], draft_fields(vars(args))))
                 if draft.needs_planes:
                     raise ValueError(f"--sweep precision measures caches in bytes, and {draft.policy} reads planes")
-                system = EngineSystem(config=config, draft=draft, model=job.config, dtype=dtype, device=device)
+                system = loading.System(config=config, draft=draft, model=job.config, dtype=dtype, device=device)
                 plan_for(system.of_rank(job.parallel))
         super().__init__(job, precisions=[one.text for one in self.precisions])
         self.engines: dict[Precision, Engine] = {}  # beside the one that is measured, and for the same rows
