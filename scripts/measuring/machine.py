@@ -86,18 +86,13 @@ def restart_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # on Linux: reset the greatest resident size
 
 
-def resident_bytes() -> int | None:
-    """The memory of this process that is resident now; None if the system does not say."""
-    return _status("VmRSS")
-
-
 def allocated_bytes(device: torch.device) -> int | None:
     """What tensors take on a CUDA device now; None of another."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
-def _status(name: str) -> int | None:
-    """A size in bytes that Linux tells of this process."""
+def process_bytes(name: str) -> int | None:
+    """A size in bytes that Linux tells of this process, "VmRSS" what is resident now; None if it does not."""
     status = Path("/proc/self/status")
     line = re.search(rf"{name}:\s+(\d+) kB", status.read_text()) if status.is_file() else None
     return int(line[1]) * 1024 if line else None
@@ -107,7 +102,7 @@ def peak_bytes(device: torch.device) -> int:
     """The most memory in use at once: allocated on a CUDA device, else resident in this process; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if (peak := _status("VmHWM")) is not None:
+    if (peak := process_bytes("VmHWM")) is not None:
         return peak
     try:
         import resource
