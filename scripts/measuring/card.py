@@ -120,7 +120,7 @@ def unquantized(comparison: Comparison) -> Rows:
         return []
     if isinstance(comparison.unquantized, str):
         return [("unquantized", f"not decoded: {comparison.unquantized}")]
-    speed, ratio = Way.of(comparison.unquantized).stats.decode_tokens_per_second, comparison.over_unquantized or 0.0
+    speed, ratio = Way.of(comparison.unquantized).speed, comparison.over_unquantized or 0.0
     text = (
         f"decoded plainly with nothing quantized, afterwards: {speed:,.1f} tokens/s; speculative {ratio:.2f} x of that"
     )

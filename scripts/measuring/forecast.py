@@ -217,13 +217,18 @@ class System:
             select_seconds=selecting + efficiency.judge_seconds if gamma else 0.0,
         )  # fmt: skip
 
-    def mean_round(
-        self, draft: DraftConfig, chance: float, batch: int, context: float, rounds_by_gamma: Mapping[int, int]
-    ) -> float:
-        """Average seconds of a round, given how many drafted each gamma and the chance that drafts were kept."""
+    def predict(
+        self, draft: DraftConfig, batch: int, context: float, chance: float, tokens: float,
+        rounds_by_gamma: Mapping[int, int],
+    ) -> Record:  # fmt: skip
+        """A plain step, the average of rounds, and their gain at so many tokens per round and chance of a draft.
+
+        rounds_by_gamma: how many drafted each gamma.
+        """
+        plain, n = self.plain(batch, context), sum(rounds_by_gamma.values())
         rounds = {gamma: self.forecast(draft, chance, batch, context, gamma) for gamma in rounds_by_gamma}
-        spent = sum(n * rounds[gamma].round_seconds for gamma, n in rounds_by_gamma.items())
-        return spent / sum(rounds_by_gamma.values())
+        a_round = sum(rounds_by_gamma[gamma] * one.round_seconds for gamma, one in rounds.items()) / n
+        return {"plain_ms": plain * 1e3, "round_ms": a_round * 1e3, "speedup": tokens * plain / a_round}
 
     def best(
         self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, efficiency: Efficiency = IDEAL
@@ -420,13 +425,13 @@ def _beside(settings: Record, point: Record) -> Record:
         kv_dtype=point["kv_dtype"], quantize=settings["quantize"], ranks=ranks_for(chip, tp, tp, None, None),
     )  # fmt: skip
     draft = Setting(policy=point["policy"], budget=point["budget"]).draft("auto", draft_fields(settings))
-    size = point["batch"], point["context"] + settings["max_new_tokens"] / 2
-    rounds_by_gamma = {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()}
-    plain, a_round = system.plain(*size), system.mean_round(draft, point["acceptance_rate"], *size, rounds_by_gamma)
+    predicted = system.predict(
+        draft, point["batch"], point["context"] + settings["max_new_tokens"] / 2, point["acceptance_rate"],
+        point["speculative"]["tokens_per_round"], {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()},
+    )  # fmt: skip
     return {
-        **{key: point[key] for key in ("batch", "context", "policy", "budget", "gamma", "temperature")},
-        "plain_ms": plain * 1e3, "plain_ms_measured": point["plain"]["round_ms"]["round"],
-        "round_ms": a_round * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
-        "speedup": point["speculative"]["tokens_per_round"] * plain / a_round,
+        **{key: point[key] for key in ("batch", "context", "policy", "budget", "gamma", "temperature")}, **predicted,
+        "plain_ms_measured": point["plain"]["round_ms"]["round"],
+        "round_ms_measured": point["speculative"]["round_ms"]["round"],
         "speedup_measured": (point["speedup"]["steady"] or point["speedup"]["completion"])["median"],
     }  # fmt: skip

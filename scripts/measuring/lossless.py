@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -121,8 +121,7 @@ def logits_after(model: Transformer, ids: Sequence[int]) -> Tensor:
     """
     tokens = torch.tensor([list(ids)], device=model.embedding.weight.device)
     hidden = model.hidden(tokens, torch.arange(len(ids), device=tokens.device)[None], CausalSelf())[0, -1:]  # [1, D]
-    logits: Tensor = model.output(hidden)[0].float()
-    return logits
+    return cast(Tensor, model.output(hidden)[0].float())
 
 
 # ---- five checks -----------------------------------------------------------------------------------------------------
@@ -412,9 +411,9 @@ def samples(engine: Engine, prompts: Prompts, n: int) -> Finding:
     ways = [SamplingParams(max_tokens=gamma + 2, ignore_eos=True, **how) for how in (FREE, FILTERED)]
     kinds = [(prompt, way) for prompt in prompts for way in ways]
     each = -(-n // len(ways))
-    tie = partial(_tie, dtypes_of(engine))
+    dtypes = dtypes_of(engine)
     try:
-        cells = [Cells.of(partial(_finite_logits, engine), *kind, tie) for kind in kinds]
+        cells = [Cells.of(partial(_finite_logits, engine), *k, lambda best: near_tie(best, *dtypes)) for k in kinds]
     except ArithmeticError as error:
         return Finding("samples", False, str(error))
     rounding = sum(one.rounding(each) for one in cells)
@@ -452,10 +451,6 @@ def _finite_logits(engine: Engine, ids: list[int]) -> Tensor:
     if not logits.max() < math.inf:
         raise ArithmeticError(f"the target's logits after {len(ids):,} tokens are not finite")
     return logits
-
-
-def _tie(dtypes: Sequence[str], best: float) -> float:
-    return near_tie(best, *dtypes)
 
 
 # ---- seeds and refills -----------------------------------------------------------------------------------------------

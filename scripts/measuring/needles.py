@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -199,8 +199,7 @@ class Cases:
         """n tokens from anywhere in one of the books."""
         book = self.books[int(rng.integers(len(self.books)))]
         start = int(rng.integers(0, len(book) - n + 1))
-        ids: list[int] = book[start : start + n].tolist()
-        return ids
+        return cast(list[int], book[start : start + n].tolist())
 
 
 # ---- the measurement -------------------------------------------------------------------------------------------------

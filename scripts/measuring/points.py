@@ -34,10 +34,8 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Chip:
 
 def predict(point: Point, system: System, draft: DraftConfig, stats: EngineStats) -> Record:
     """A plain step, a round of the gammas that were run, and the speed-up at the measured tokens per round."""
-    size = point.batch, point.context + system.room / 2
-    plain, a_round = system.plain(*size), system.mean_round(draft, stats.acceptance_rate, *size, stats.rounds_by_gamma)
-    speedup = stats.tokens_per_round * plain / a_round
-    return {"plain_ms": plain * 1e3, "round_ms": a_round * 1e3, "speedup": speedup}
+    kept = stats.acceptance_rate, stats.tokens_per_round, stats.rounds_by_gamma
+    return system.predict(draft, point.batch, point.context + system.room / 2, *kept)
 
 
 def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft: DraftConfig) -> Record:

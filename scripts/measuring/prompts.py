@@ -12,8 +12,6 @@ import torch
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer
 
 CONTEXT = 4096  # tokens of a prompt if no length is given
-
-
 LONGEST_TEXT = 2**28  # bytes: more than any model has positions for
 
 

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -285,5 +285,4 @@ def _logits(engine: Engine, ids: Sequence[int], last: int) -> torch.Tensor:
     padded = [*ids[:-1], *[0] * (-n % LENGTHS)]
     tokens = torch.tensor([padded], device=model.embedding.weight.device)
     hidden = model.hidden(tokens, torch.arange(len(padded), device=tokens.device)[None], CausalSelf())[0, n - last : n]
-    logits: torch.Tensor = model.output(hidden).float()
-    return logits
+    return cast(torch.Tensor, model.output(hidden).float())
