@@ -20,7 +20,7 @@ from gpt_fast_sd.tp import Parallel
 from measuring import grid, lossless, machine, plots, points, prompts
 from measuring.chips import Chip, Ranks, chip_of
 from measuring.forecast import System
-from measuring.grid import Point, Setting, Sweep, draft_fields, draft_label, has_a_model
+from measuring.grid import Point, Setting, draft_fields, draft_label, has_a_model
 from measuring.ledger import Ledger, digest, fingerprint
 from measuring.points import BUDGETS, POLICIES, PRECISIONS, SIZES, lengths_of
 from measuring.tables import Table
@@ -183,11 +183,59 @@ class Mode:
         if todo:
             parallel.log(self.table.head)
         with tqdm(total=len(todo), unit="point", leave=False, disable=None if parallel.is_main else True) as self.bar:
-            Sweep(
-                parallel=parallel, exact=args.exact, build=self.build, draft=self.job.draft, measure=self.measure,
-                done=self._taken, progress=self.step,
-            ).run(todo)  # fmt: skip
+            for group in grid.groups(todo, exact=args.exact):
+                self.measure_group(group)
         return [record for point in self.points if (record := self.known(point))]
+
+    def measure_group(self, left: list[Point]) -> None:
+        """Measure points that may share an engine, whose draft is exchanged, or report why not.
+
+        A failure costs no other point. With several processes, one alone may run out of memory, and the others would
+        wait for it: that ends the run.
+        """
+        parallel = self.job.parallel
+        alone = parallel.dp * parallel.tp == 1
+        kinds: tuple[type[Exception], ...] = (ValueError, RuntimeError, MemoryError) if alone else (ValueError,)
+        engine: Engine | None = None
+        drafting: DraftConfig | None = None
+
+        def fail(points: list[Point], error: Exception) -> None:
+            for one in points:
+                left.remove(one)
+                self._taken(one, error)
+
+        while left:
+            point, draft = left[0], self.job.draft(left[0])
+            self.step(f"batch {point.batch}, {draft_label(point.key)}: loading and compiling")
+            if engine is None or (draft.needs_planes and not engine.cache.format.planes):
+                engine = None
+                machine.release_memory(parallel.device)
+                drafting = draft if point.needs_model or draft.needs_planes else None
+                try:
+                    engine = self.build(point.batch, max(p.context for p in left), drafting)
+                except kinds as error:
+                    # it may be this draft for which none can be built: the others of its length get one without it
+                    concerned = [p for p in left if drafting is None or self.job.draft(p) == draft]
+                    longest = max(p.context for p in concerned)
+                    fail([p for p in concerned if p.context == longest], error)
+                    continue
+            try:
+                if drafting != draft:
+                    engine.redraft(draft)
+                    drafting = draft
+                engine.warm_up()
+            except kinds as error:
+                fail([p for p in left if self.job.draft(p) == draft], error)
+                engine = None
+                continue
+            try:
+                found = self.measure(point, engine)
+            except kinds as error:
+                fail([point], error)
+                engine = None  # its state is unknown: the others get a new one
+            else:
+                left.remove(point)
+                self._taken(point, found)
 
     def _taken(self, point: Point, found: Record | Exception) -> None:
         if self.job.parallel.is_main:

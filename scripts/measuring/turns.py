@@ -179,13 +179,17 @@ def take_turns(
 
     def once(speculate: bool, turn: int) -> Run:
         nonlocal took
-        progress(f"pair {turn + 1} of {max(n, turn + 1)}")
         done = run(engine, prompts, params, speculate=speculate)
         took += done.stats.decode_seconds
         return done
 
-    # each process has its own clock
-    runs = in_turns((False, True), once, lambda turn: engine.parallel.same(turn < n or took < seconds))
+    def more(turn: int) -> bool:
+        wanted = bool(engine.parallel.same(turn < n or took < seconds))  # each process has its own clock
+        if wanted:
+            progress(f"pair {turn + 1} of {max(n, turn + 1)}")
+        return wanted
+
+    runs = in_turns((False, True), once, more)
     return Turns(runs[False], runs[True], prefill, prefill.capture_seconds + plain.capture_seconds)
 
 

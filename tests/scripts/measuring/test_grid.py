@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from measuring.grid import (
     COMMON,
     Point,
     Setting,
-    Sweep,
     buildable,
     draft_fields,
     draft_label,
@@ -23,6 +23,7 @@ from measuring.grid import (
     known_drafters,
     settings_of,
 )
+from measuring.modes import Mode
 from tests.helpers import ByteTokenizer, few, random_ids, tiny_model
 
 
@@ -130,11 +131,16 @@ def test_a_draft_is_named_with_budget_gamma_and_temperature() -> None:
     assert draft_label(point().key | {"temperature": 0.8}) == "streaming 64, gamma 4, T 0.8"
 
 
-class Engines:
-    """A sweep whose engines only say what is done with them."""
+class Engines(Mode):
+    """A measurement whose engines only say what is done with them."""
 
     def __init__(self, *, too_long: int = 10**6, odd: str = "", broken: int = 0) -> None:
         self.too_long, self.odd, self.broken, self.said = too_long, odd, broken, list[str]()
+        args, parallel = SimpleNamespace(exact=False), Parallel(torch.device("cpu"))
+        self.job: Any = SimpleNamespace(args=args, parallel=parallel, draft=self.draft)
+
+    def draft(self, point: Point) -> DraftConfig:
+        return point.setting.draft(point.gamma, {"draft_model": "bundled"})
 
     def build(self, batch: int, context: int, draft: DraftConfig | None) -> Any:
         if context > self.too_long:
@@ -157,16 +163,8 @@ class Engines:
             raise torch.OutOfMemoryError("no memory is left")
         return {"context": point.context}
 
-    def run(self, points: list[Point]) -> list[str]:
-        sweep = Sweep(
-            parallel=Parallel(torch.device("cpu")), exact=False, build=self.build, measure=self.measure,
-            draft=lambda point: point.setting.draft(point.gamma, {"draft_model": "bundled"}),
-            done=lambda point, found: self.said.append(
-                f"{type(found).__name__}" if isinstance(found, Exception) else f"done {point.context}"
-            ),
-        )  # fmt: skip
-        sweep.run(points)
-        return self.said
+    def _taken(self, point: Point, found: dict[str, Any] | Exception) -> None:
+        self.said.append(type(found).__name__ if isinstance(found, Exception) else f"done {point.context}")
 
 
 ORDERS: dict[str, tuple[dict[str, Any], list[Point], list[str]]] = {
@@ -199,4 +197,6 @@ ORDERS: dict[str, tuple[dict[str, Any], list[Point], list[str]]] = {
 def test_points_share_engines_and_a_failure_costs_no_other(
     engines: dict[str, Any], points: list[Point], said: list[str]
 ) -> None:
-    assert Engines(**engines).run(points) == said
+    one = Engines(**engines)
+    one.measure_group(points)
+    assert one.said == said
