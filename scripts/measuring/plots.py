@@ -91,12 +91,11 @@ def over_log2(panel: Any, xs: Sequence[int], xlabel: str = "") -> None:
 
 def line(panel: Any, xs: Sequence[float], values: Sequence[Any], i: int, label: str) -> None:
     """A line in the i-th colour through numbers or spreads, which have whiskers from the least to the greatest."""
-    spreads = [one if isinstance(one, dict) else dict.fromkeys(("median", "min", "max"), one) for one in values]
-    reach = [[abs(one[end] - one["median"]) for one in spreads] for end in ("min", "max")]
-    panel.errorbar(
-        xs, [one["median"] for one in spreads], yerr=reach if spreads != values else None, fmt="o-", color=color(i),
-        label=label, capsize=2, markersize=4,
-    )  # fmt: skip
+    ys, reach = values, None
+    if isinstance(values[0], dict):
+        ys = [one["median"] for one in values]
+        reach = [[abs(one[end] - one["median"]) for one in values] for end in ("min", "max")]
+    panel.errorbar(xs, ys, yerr=reach, fmt="o-", color=color(i), label=label, capsize=2, markersize=4)
 
 
 # ---- over batch and context ------------------------------------------------------------------------------------------
