@@ -17,9 +17,11 @@ import statistics
 import subprocess
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gpt_fast_sd.config import DraftConfig
 from measuring.lossless import n_agreeing
@@ -30,6 +32,7 @@ from measuring.turns import SHORT, distinct_4grams, spread
 PROGRAM = "llama-server"
 START_SECONDS = 120.0  # within which a server has loaded its models
 ANSWER_SECONDS = 3600.0  # within which it has answered, a long prompt included
+DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy there is for others
 HEATS = 2  # runs of each mode, the faster of which decides whether it takes turns
 GAMMAS = range(1, 7)
 LLAMA_WEIGHTS = "F16"  # of the target: on a CPU llama.cpp's BF16 is no faster, see benchmarks/cpu/peers.md
@@ -139,7 +142,13 @@ class LlamaServer:
             "ignore_eos": True, "cache_prompt": True, "return_tokens": True,
         }  # fmt: skip
         started = time.perf_counter()
-        return decoded(self._ask("POST", "/completion", request), n, time.perf_counter() - started)
+        try:
+            answer = json.loads(self._ask("/completion", request))
+        except urllib.error.HTTPError as refused:
+            raise self._failed(f"refused a request: {refused.read(300).decode(errors='replace')}") from None
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            raise self._failed(f"gave no answer ({type(error).__name__})") from None
+        return decoded(answer, n, time.perf_counter() - started)
 
     def close(self) -> None:
         """End the process and free its memory."""
@@ -159,33 +168,20 @@ class LlamaServer:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError, http.client.HTTPException):  # not yet, or never
-                if self._status("GET", "/health", timeout=deadline - time.monotonic())[0] == http.client.OK:
-                    return
+                self._ask("/health", timeout=deadline - time.monotonic())
+                return
             if self._process.poll() is not None:
                 raise self._failed(f"ended with code {self._process.returncode}")
             time.sleep(0.1)
         raise self._failed(f"was not ready after {START_SECONDS:.0f} s")
 
-    def _status(
-        self, method: str, path: str, request: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS
-    ) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=max(timeout, 0.1))
-        try:
-            connection.request(method, path, json.dumps(request) if request else None)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
-
-    def _ask(self, method: str, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            status, body = self._status(method, path, request)
-            answer: dict[str, Any] = json.loads(body)
-        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-            raise self._failed(f"gave no answer ({type(error).__name__})") from None
-        if status != http.client.OK:
-            raise self._failed(f"refused a request: {str(answer)[:300]}")
-        return answer
+    def _ask(self, path: str, request: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS) -> bytes:
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}", request and json.dumps(request).encode(),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
+        with DIRECTLY.open(asked, timeout=max(timeout, 0.1)) as answer:
+            return cast(bytes, answer.read())
 
     def _failed(self, how: str) -> PeerFailed:
         """The reason, with the last thing that the program said; the process is ended."""

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from measuring.knowledge import distance
+from evaluate import distance
 
 
 def test_the_logits_that_are_compared_are_those_of_the_tokens_that_came() -> None:
