@@ -44,7 +44,7 @@ from maintain.bundled_card import LOOKUPS, PERPLEXITY, card, needle_table, read_
 from maintain.bundled_data import book_paths
 from measuring import machine, plots, prompts
 from measuring.needles import DIGITS, Case, lookup, made_up, needle
-from measuring.tables import Column, Table
+from measuring.tables import Column, Table, number
 
 # Shapes: T tokens, D hidden size, V vocabulary.
 PROGRAM = "evaluate.py"
@@ -164,13 +164,11 @@ def distance(name: str, tokens: Tensor, own: Tensor, theirs: Tensor) -> Record:
 
 
 BESIDE = Table(
-    Column("text", lambda r: r["book"], 26, left=True), Column("tokens", lambda r: f"{r['tokens']:,}"),
-    Column("perplexity", lambda r: f"{r['perplexity']:.3f}"),
-    Column("reference", lambda r: f"{r['reference_perplexity']:.3f}"),
+    Column("text", lambda r: r["book"], 26, left=True), number("tokens", "tokens", ","),
+    number("perplexity", "perplexity", ".3f"), number("reference", "reference_perplexity", ".3f"),
     Column("ratio", lambda r: f"{r['perplexity'] / r['reference_perplexity']:.4f}", 7),
-    Column("same best token", lambda r: f"{r['same_best']:.2%}"),
-    Column("logit error", lambda r: f"{r['logit_error']:.2%}"),
-    Column("divergence, nats", lambda r: f"{r['divergence']:.2e}"),
+    number("same best token", "same_best", ".2%"), number("logit error", "logit_error", ".2%"),
+    number("divergence, nats", "divergence", ".2e"),
 )  # fmt: skip
 
 

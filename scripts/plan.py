@@ -30,7 +30,7 @@ from measuring.forecast import ESTIMATES, Kept, Record, System, budget_of, cell,
 from measuring.grid import Setting
 from measuring.plots import SPEED, Draw, check_drawable, color, draw_panels, over_log2
 from measuring.replay import PROFILES
-from measuring.tables import Column, Table
+from measuring.tables import Column, Table, number
 
 
 def drafts_of(
@@ -112,25 +112,21 @@ def _accepted(one: Record) -> str:
     return " to ".join([chances[0], *chances[1:][-1:]]) + mark
 
 
-def _number(heading: str, key: str, how: str, width: int = 0, unit: str = "") -> Column:
-    return Column(heading, lambda one: f"{one[key]:{how}}{unit}", width)
-
-
 TABLE = Table(
-    _number("context", "context", ","), _number("batch", "batch", ","), Column("draft", label, 16, left=True),
-    Column("accepted", _accepted, 13), _number("gamma", "gamma", ""), _number("T_T ms", "plain_ms", ".2f", 7),
-    _number("T_D ms", "draft_ms", ".2f"), _number("T_V ms", "verify_ms", ".2f", 7),
-    _number("T_S ms", "select_ms", ".2f"), _number("tokens", "tokens_per_round", ".2f"),
-    _number("speed-up", "speedup", ".2f", unit="x"), _number("roofline", "speedup_of_roofline", ".2f", unit="x"),
-    _number("plain/s", "plain_tokens_per_second", ",.0f"), _number("spec./s", "speculative_tokens_per_second", ",.0f"),
+    number("context", "context", ","), number("batch", "batch", ","), Column("draft", label, 16, left=True),
+    Column("accepted", _accepted, 13), number("gamma", "gamma", ""), number("T_T ms", "plain_ms", ".2f", 7),
+    number("T_D ms", "draft_ms", ".2f"), number("T_V ms", "verify_ms", ".2f", 7),
+    number("T_S ms", "select_ms", ".2f"), number("tokens", "tokens_per_round", ".2f"),
+    number("speed-up", "speedup", ".2f", unit="x"), number("roofline", "speedup_of_roofline", ".2f", unit="x"),
+    number("plain/s", "plain_tokens_per_second", ",.0f"), number("spec./s", "speculative_tokens_per_second", ",.0f"),
     Column("GiB", lambda one: f"{'' if one['fits'] else '! '}{one['memory_bytes'] / GIB:,.1f}", 9),
 )  # fmt: skip
 MEASURED = Table(
-    _number("context", "context", ","), _number("batch", "batch", ","), Column("draft", label, 16, left=True),
-    _number("gamma", "gamma", ""), _number("T", "temperature", "g", 3), _number("plain ms", "plain_ms", ".1f"),
-    _number("measured", "plain_ms_measured", ".1f"), _number("round ms", "round_ms", ".1f"),
-    _number("measured", "round_ms_measured", ".1f"), _number("speed-up", "speedup", ".2f", unit="x"),
-    _number("measured", "speedup_measured", ".2f", unit="x"),
+    number("context", "context", ","), number("batch", "batch", ","), Column("draft", label, 16, left=True),
+    number("gamma", "gamma", ""), number("T", "temperature", "g", 3), number("plain ms", "plain_ms", ".1f"),
+    number("measured", "plain_ms_measured", ".1f"), number("round ms", "round_ms", ".1f"),
+    number("measured", "round_ms_measured", ".1f"), number("speed-up", "speedup", ".2f", unit="x"),
+    number("measured", "speedup_measured", ".2f", unit="x"),
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from typing import Any, cast
 from gpt_fast_sd.config import DraftConfig
 from measuring.lossless import n_agreeing
 from measuring.peers import AS_IT_COMES, Decoded, Entry, Field, PeerFailed, Setup, Worker
-from measuring.tables import Column, Table, shown
+from measuring.tables import Column, Table, number
 from measuring.turns import SHORT, distinct_4grams, spread
 
 PROGRAM = "llama-server"
@@ -312,26 +312,20 @@ def over(runs: Sequence[Decoded], others: Sequence[Decoded] | None) -> float | N
 
 
 DRAFTS = (
-    Column("accepted", lambda r: shown(r["accepted_share"], ".0%")),
-    Column("drafted/round", lambda r: f"{r['drafted_per_round']:.2f}"),
-    Column("tokens/round", lambda r: f"{r['tokens_per_round']:.2f}"),
-)
+    number("accepted", "accepted_share", ".0%"), number("drafted/round", "drafted_per_round", ".2f"),
+    number("tokens/round", "tokens_per_round", ".2f"),
+)  # fmt: skip
 PEER = Column("peer", lambda r: r["peer"], 22, left=True)
 HEAT = Table(
     PEER,
     Column("mode, alone", lambda r: r["mode"], 34, left=True),
-    Column("tokens/s", lambda r: f"{r['tokens_per_second']:.1f}"),
+    number("tokens/s", "tokens_per_second", ".1f"),
     *DRAFTS,
 )
 TURNS = Table(
-    PEER,
-    Column("its best mode, in turns", lambda r: r["mode"], 34, left=True),
-    Column("tokens/s", lambda r: f"{r['tokens_per_second']['median']:.1f}"),
-    Column("least", lambda r: f"{r['tokens_per_second']['min']:.1f}", 6),
-    Column("most", lambda r: f"{r['tokens_per_second']['max']:.1f}", 6),
-    Column("/ its plain", lambda r: shown(r["over_its_plain"], ".2f")),
-    Column("/ our plain", lambda r: shown(r["over_our_plain"], ".2f")),
-    *DRAFTS,
-    Column("as its plain", lambda r: shown(r["same_as_its_plain"], "d")),
-    Column("distinct 4-grams", lambda r: shown(r["distinct_4grams"], ".0%")),
-)
+    PEER, Column("its best mode, in turns", lambda r: r["mode"], 34, left=True),
+    number("tokens/s", "tokens_per_second.median", ".1f"), number("least", "tokens_per_second.min", ".1f", 6),
+    number("most", "tokens_per_second.max", ".1f", 6), number("/ its plain", "over_its_plain", ".2f"),
+    number("/ our plain", "over_our_plain", ".2f"), *DRAFTS, number("as its plain", "same_as_its_plain", "d"),
+    number("distinct 4-grams", "distinct_4grams", ".0%"),
+)  # fmt: skip

@@ -20,7 +20,7 @@ from measuring import plots, prompts
 from measuring.chips import measure
 from measuring.lossless import n_agreeing
 from measuring.peers import AS_IT_COMES, Entry, Field, PeerFailed, PeerMissing, Setup, Worker, entries
-from measuring.tables import Column, Table, shown
+from measuring.tables import Column, Table, number
 
 WARMUP_STEPS = 3
 INSTALL = {
@@ -243,15 +243,12 @@ CELL = Table(
         62,
         left=True,
     ),
-    Column("ms/step", lambda r: f"{r['ms_per_step']['median']:.2f}", 7),
-    Column("min", lambda r: f"{r['ms_per_step']['min']:.2f}", 7),
-    Column("max", lambda r: f"{r['ms_per_step']['max']:.2f}", 7),
-    Column("tok/s", lambda r: f"{r['tokens_per_second']:.0f}"),
-    Column("% roof", lambda r: f"{r['percent_of_roofline']:.0f}"),
-    Column("/ ours", lambda r: shown(r["time_over_ours"], ".2f")),
-    Column("prefill/s", lambda r: f"{r['prefill_tokens_per_second']:,.0f}"),
+    number("ms/step", "ms_per_step.median", ".2f", 7), number("min", "ms_per_step.min", ".2f", 7),
+    number("max", "ms_per_step.max", ".2f", 7), number("tok/s", "tokens_per_second", ".0f"),
+    number("% roof", "percent_of_roofline", ".0f"), number("/ ours", "time_over_ours", ".2f"),
+    number("prefill/s", "prefill_tokens_per_second", ",.0f"),
     Column("same tokens as fp32", lambda r: agreement_phrase(r["greedy"]), left=True),
-)
+)  # fmt: skip
 
 
 def plot(cells: list[dict[str, Any]], title: str, file: Path) -> None:

@@ -18,7 +18,7 @@ from measuring import machine
 from measuring.chips import Chip, rates_here
 from measuring.forecast import System
 from measuring.grid import Point, Setting, draft_label
-from measuring.tables import Column, Table, shown
+from measuring.tables import Column, Table, number, shown
 from measuring.turns import WAYS, Turns, median_interval, spread, totals, way_of
 
 Record = dict[str, Any]
@@ -212,60 +212,42 @@ def ratio_text(found: Record) -> str:
     return f"{found['median']:.2f}x {ends_text(found)}"
 
 
+POINT = (
+    number("context", "context", ","), number("batch", "batch"), Column("draft", draft_label, 34, left=True),
+)  # fmt: skip
+PLAIN = Column("plain/s", lambda r: shown(speed_of(r["plain"]), ",.0f"))
+SPECULATIVE = Column("spec./s", lambda r: shown(speed_of(r["speculative"]), ",.0f"))
+ACCEPTED, YIELD = number("accept", "acceptance_rate", ".1%"), number("tok/round", "speculative.tokens_per_round", ".2f")
+PARTS = Column("round ms = draft + verify + host", lambda r: round_text(r["speculative"]["round_ms"]), 34, left=True)
+DISTINCT = Column("distinct 4-grams", distinct_text)
 SIZES = Table(
-    Column("context", lambda r: f"{r['context']:,}"), Column("batch", lambda r: str(r["batch"])),
-    Column("draft", draft_label, 34, left=True),
-    Column("plain/s", lambda r: shown(speed_of(r["plain"]), ",.0f")),
-    Column("spec./s", lambda r: shown(speed_of(r["speculative"]), ",.0f")),
+    *POINT, PLAIN, SPECULATIVE,
     Column("steady", lambda r: f"{shown_speedup(r)['median']:.2f}x"),
     Column("least, greatest", lambda r: ends_text(shown_speedup(r)), left=True),
-    Column("to end", lambda r: f"{r['speedup']['completion']['median']:.2f}x"),
-    Column("pred.", lambda r: shown(r["predicted"]["speedup"], ".2f")),
-    Column("accept", lambda r: f"{r['acceptance_rate']:.1%}"),
-    Column("distinct 4-grams", distinct_text),
-    Column("tok/round", lambda r: f"{r['speculative']['tokens_per_round']:.2f}"),
-    Column("round ms = draft + verify + host", lambda r: round_text(r["speculative"]["round_ms"]), 34, left=True),
-    Column("equal", equal_text),
+    number("to end", "speedup.completion.median", ".2f", unit="x"), number("pred.", "predicted.speedup", ".2f"),
+    ACCEPTED, DISTINCT, YIELD, PARTS, Column("equal", equal_text),
 )  # fmt: skip
-
-
 PRECISIONS = Table(
-    Column("context", lambda r: f"{r['context']:,}"), Column("batch", lambda r: str(r["batch"])),
-    Column("draft", draft_label, 34, left=True),
-    Column("cache/drafts/weights", lambda r: r["precision"], left=True),
-    Column("plain/s", lambda r: shown(speed_of(r["plain"]), ",.0f")),
-    Column("of unquantized", lambda r: ratio_text(r["plain_over_unquantized"]), 22),
-    Column("spec./s", lambda r: shown(speed_of(r["speculative"]), ",.0f")),
+    *POINT, Column("cache/drafts/weights", lambda r: r["precision"], left=True), PLAIN,
+    Column("of unquantized", lambda r: ratio_text(r["plain_over_unquantized"]), 22), SPECULATIVE,
     Column("of its own plain", lambda r: ratio_text(r["speedup"]["own"]), 22),
     Column("of unquantized plain", lambda r: ratio_text(r["speedup"]["unquantized"]), 22),
-    Column("accept", lambda r: f"{r['acceptance_rate']:.1%}"),
-    Column("tok/round", lambda r: f"{r['speculative']['tokens_per_round']:.2f}"),
-    Column("round ms = draft + verify + host", lambda r: round_text(r["speculative"]["round_ms"]), 34, left=True),
-    Column("distinct 4-grams", distinct_text),
+    ACCEPTED, YIELD, PARTS, DISTINCT,
     Column("equal", lambda r: "-" if r["temperature"] else f"{r['equal']}/{r['batch']}"),
 )  # fmt: skip
-
-
 BUDGETS = Table(
-    Column("policy", lambda r: r["policy"], 20, left=True),
-    Column("budget", lambda r: shown(r["budget"], ",")),
-    Column("acceptance", lambda r: f"{r['acceptance_rate']:.1%}"),
-    Column("tokens/round", lambda r: f"{r['tokens_per_round']:.2f}"),
-    Column("distinct 4-grams", distinct_text),
+    Column("policy", lambda r: r["policy"], 20, left=True), number("budget", "budget", ","),
+    number("acceptance", "acceptance_rate", ".1%"), number("tokens/round", "tokens_per_round", ".2f"), DISTINCT,
     Column("ms/round", lambda r: shown(r["speculative_ms"] and r["speculative_ms"]["round"], ".2f")),
     Column("plain ms", lambda r: shown(r["plain_ms"] and r["plain_ms"]["round"], ".2f")),
     Column("speed", lambda r: f"{r['ratio']['median']:.2f}x" if r["ratio"] else "-"),
     Column("least, greatest", lambda r: ends_text(r["ratio"]) if r["ratio"] else "", left=True),
-)
-
-
+)  # fmt: skip
 POLICIES = Table(
     Column("policy", lambda r: Setting(policy=r["policy"], budget=r["budget"]).label, 26, left=True),
-    Column("equal", lambda r: f"{r['equal']}/{r['prompts']}", 9),
-    Column("acceptance", lambda r: f"{r['acceptance_rate']:.1%}"),
-    Column("tokens/round", lambda r: f"{r['tokens_per_round']:.2f}"),
-    Column("recompiles", lambda r: str(r["recompiles"])),
-)
+    Column("equal", lambda r: f"{r['equal']}/{r['prompts']}", 9), number("acceptance", "acceptance_rate", ".1%"),
+    number("tokens/round", "tokens_per_round", ".2f"), number("recompiles", "recompiles"),
+)  # fmt: skip
 
 
 def difference_text(one: Record) -> str:
