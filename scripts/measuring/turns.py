@@ -17,7 +17,8 @@ from measuring.roofline import omega
 
 SHORT = 16  # new tokens of the untimed runs: every step has run once, and all slots are prefilled
 WAYS = ("plain", "speculative")
-T, Way = TypeVar("T"), TypeVar("Way")
+T = TypeVar("T")
+Way = TypeVar("Way")
 Record = dict[str, Any]
 
 
