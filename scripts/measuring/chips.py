@@ -190,17 +190,18 @@ def measure(device: torch.device, *, n_bytes: int, size: int, dtype: torch.dtype
 
 
 def _median_seconds(call: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
-    seconds: list[float] = []
-    for _ in range(repeats + 3):  # the first three do not count
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[3:])
+    return statistics.median([seconds_of(call, device) for _ in range(repeats + 3)][3:])  # the first three do not count
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, on CUDA by events."""
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end) / 1e3)
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

@@ -293,12 +293,12 @@ class Cells:
         rests = [p.index_fill(0, torch.tensor(followed), 0.0) for p in first_ones]
         first, second, outside = _bins(rests[0]), dict[int, Tensor](), dict[int | None, Tensor]()
         outside[None] = left_out
-        masses = [[_masses(rest, first)] for rest in rests]
+        masses = [[_sums(rest, first, BINS)] for rest in rests]
         for token in followed:
             then, outside[token] = after(token)
             second[token] = _bins(then[0])
             for one, p, then_p in zip(masses, first_ones, then, strict=True):
-                one.append(p[token] * _masses(then_p, second[token]))
+                one.append(p[token] * _sums(then_p, second[token], BINS))
         expected, *edges = (torch.cat(one) / torch.cat(one).sum() for one in masses)
         return cls(first, second, expected, outside, edges, max(ties))
 
@@ -326,11 +326,6 @@ class Cells:
             for a, b, *_ in outputs
         ]
         return torch.bincount(torch.tensor(cells), minlength=len(self.expected)).double()
-
-
-def _masses(p: Tensor, bins: Tensor) -> Tensor:
-    """The probability of each bin: p fp64 [V], int64 [V] -> fp64 [BINS]."""
-    return p.new_zeros(BINS).scatter_add(0, bins, p)
 
 
 def _bins(p: Tensor) -> Tensor:
@@ -363,8 +358,9 @@ def pooled(expected: Tensor) -> Tensor:
     return group
 
 
-def _sums(values: Tensor, group: Tensor) -> Tensor:
-    return values.new_zeros(int(group.max()) + 1).scatter_add(0, group, values)
+def _sums(values: Tensor, group: Tensor, n: int | None = None) -> Tensor:
+    """The sum of each of n groups, or of as many as there are: values fp64 [V], int64 [V] -> fp64 [n]."""
+    return values.new_zeros(n or int(group.max()) + 1).scatter_add(0, group, values)
 
 
 def chance_of(statistic: float, freedom: int, noncentrality: float = 0.0) -> float:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from gpt_fast_sd import __version__
-from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.fast import chosen
 
 Record = dict[str, Any]
@@ -64,11 +63,6 @@ def load_average() -> float | None:
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-
-
-def kv_bytes(engine: Engine) -> int:
-    """Bytes that the engine's cache takes on this device."""
-    return sum(buffer.numel() * buffer.element_size() for buffer in engine.cache.buffers)
 
 
 def release_memory(device: torch.device) -> None:

@@ -536,7 +536,11 @@ class Lossless(Mode):
 
     def line(self, record: Record) -> str:
         """A row of the table, and a line for each difference."""
-        return "\n".join([self.table.line(record), *map(points.difference_text, record["differences"])])
+        lines = [self.table.line(record)]
+        for one in record["differences"]:
+            gap = "not examined" if one["gap"] is None else f"logits {one['gap']:.2g} apart"
+            lines.append(f"    prompt {one['row']} from token {one['position']} on ({gap})")
+        return "\n".join(lines)
 
     def report(self, found: list[Record]) -> None:
         """Which policies are not lossless."""

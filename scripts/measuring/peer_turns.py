@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gpt_fast_sd.model import ModelConfig, load_tokenizer
+from gpt_fast_sd.model import ModelConfig
 from measuring import plots, prompts
 from measuring.chips import measure
 from measuring.lossless import n_agreeing
@@ -37,9 +37,7 @@ INSTALL["llama.cpp-file"] = INSTALL["llama.cpp"]
 
 def prompt_tokens(folder: Path, config: ModelConfig, text: Path, length: int) -> list[int]:
     """BOS and the text's tokens, repeated or cut to length [S]."""
-    tokenizer = load_tokenizer(folder, config)
-    if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer to read the prompt's text with")
+    tokenizer = prompts.reader_of(folder, folder, config)
     return prompts.round_the_text(prompts.tokens_of(text, tokenizer), 1, length, config.bos_id)[0]
 
 

@@ -72,7 +72,7 @@ def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft:
             "tokens_per_second": turns.prefill.prefill_tokens_per_second,
         },
         "memory": {
-            "kv_cache_bytes": machine.kv_bytes(engine),
+            "kv_cache_bytes": sum(buffer.nbytes for buffer in engine.cache.buffers),
             "kv_in_use_bytes": point.batch * (point.context + system.room) * engine.cache.bytes_per_token,
             "peak_bytes": machine.peak_bytes(engine.device),
         },
@@ -196,12 +196,6 @@ def distinct_text(record: Record) -> str:
     return ", ".join(shown(found[way], ".0%") for way in WAYS)
 
 
-def equal_text(record: Record) -> str:
-    """How many greedy rows equal plain decoding."""
-    found = record["lossless"]
-    return f"{found['equal']}/{found['rows']}" if found["compared"] else "-"
-
-
 def ends_text(found: Record) -> str:
     """The least and the greatest of the pairs."""
     return f"({found['min']:.2f} to {found['max']:.2f})"
@@ -225,7 +219,8 @@ SIZES = Table(
     Column("steady", lambda r: f"{shown_speedup(r)['median']:.2f}x"),
     Column("least, greatest", lambda r: ends_text(shown_speedup(r)), left=True),
     number("to end", "speedup.completion.median", ".2f", unit="x"), number("pred.", "predicted.speedup", ".2f"),
-    ACCEPTED, DISTINCT, YIELD, PARTS, Column("equal", equal_text),
+    ACCEPTED, DISTINCT, YIELD, PARTS,
+    Column("equal", lambda r: f"{r['lossless']['equal']}/{r['batch']}" if r["lossless"]["compared"] else "-"),
 )  # fmt: skip
 PRECISIONS = Table(
     *POINT, Column("cache/drafts/weights", lambda r: r["precision"], left=True), PLAIN,
@@ -248,9 +243,3 @@ POLICIES = Table(
     Column("equal", lambda r: f"{r['equal']}/{r['prompts']}", 9), number("acceptance", "acceptance_rate", ".1%"),
     number("tokens/round", "tokens_per_round", ".2f"), number("recompiles", "recompiles"),
 )  # fmt: skip
-
-
-def difference_text(one: Record) -> str:
-    """A difference in words."""
-    gap = "not examined" if one["gap"] is None else f"logits {one['gap']:.2g} apart"
-    return f"    prompt {one['row']} from token {one['position']} on ({gap})"
