@@ -134,9 +134,6 @@ def prepare(args: argparse.Namespace) -> Job:
     )  # fmt: skip
 
 
-# ---- pictures of files that are there --------------------------------------------------------------------------------
-
-
 def draw_files(args: argparse.Namespace) -> None:
     """Draw the files of --draw into --plots: a sweep, acceptance over the budget (a panel a file), or ratios."""
     if not args.plots:

@@ -172,9 +172,6 @@ BESIDE = Table(
 )  # fmt: skip
 
 
-# ---- what is drawn ---------------------------------------------------------------------------------------------------
-
-
 def draw_needles(records: Sequence[Record], path: Path) -> None:
     """A heat map of exact needle answers; the small figure is the share of single digits."""
     lengths, depths = sorted({r["length"] for r in records}), sorted({r["depth"] for r in records})

@@ -199,9 +199,6 @@ def comparison(points: Sequence[Record], name: str) -> str:
     ])  # fmt: skip
 
 
-# ---- as a picture ----------------------------------------------------------------------------------------------------
-
-
 def draw(document: Record, subject: str, path: Path) -> None:
     """Speed-up over context, one panel per batch and one line per draft; hollow where it does not fit into memory."""
     cells, settings = document["cells"], document["settings"]

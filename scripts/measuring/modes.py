@@ -275,9 +275,6 @@ def describe(document: Record) -> str:
     return ", ".join(parts + ([f"{s['pairs']} pairs"] if s.get("pairs") else []))
 
 
-# ---- over batch and context ------------------------------------------------------------------------------------------
-
-
 class BySize(Mode):
     """A sweep over batch, context, draft, budget, gamma and temperature."""
 
@@ -402,9 +399,6 @@ class BySize(Mode):
             raise OutputsDiffer(f"{rows - equal} rows differ where they must not; please report it")
 
 
-# ---- over the draft budget -------------------------------------------------------------------------------------------
-
-
 class ByBudget(Mode):
     """Acceptance, tokens per round and speed over the draft budget, at one batch and context."""
 
@@ -462,9 +456,6 @@ class ByBudget(Mode):
             self.warn_of_speeds()
         self.ledger.write(transformer=asdict(self.job.config), skipped=self.job.skipped)
         self.draw(lambda title, folder: plots.draw_budgets(found, title, folder / "budgets.png"))
-
-
-# ---- token for token -------------------------------------------------------------------------------------------------
 
 
 class Lossless(Mode):

@@ -50,9 +50,6 @@ LLAMA_LOOKUPS = {  # n-gram simple drafts nothing if fewer than N tokens follow 
 REMEMBERS = "ngram-cache"  # what a request wrote, and would draft it for the next one of the same prompt
 
 
-# ---- the modes -------------------------------------------------------------------------------------------------------
-
-
 def entries() -> list[Entry]:
     """Every mode of every peer, its plain decoding among them."""
 
@@ -211,9 +208,6 @@ def decoded(answer: dict[str, Any], n: int, waited: float) -> Decoded:
     if not 0 <= accepted <= drafted or accepted >= n:
         raise PeerFailed(f"{PROGRAM} says that it accepted {accepted} of {drafted} drafts for {n} tokens")
     return Decoded(tokens=tokens[:n], seconds=seconds, rounds=n - accepted, drafted=drafted, accepted=accepted)
-
-
-# ---- heats and turns -------------------------------------------------------------------------------------------------
 
 
 class Contest(Field):
