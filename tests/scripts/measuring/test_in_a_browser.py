@@ -178,10 +178,11 @@ def test_a_nasty_token_is_shown_whole_as_text_as_prompt_and_as_what_was_refused(
 
 
 def test_pointing_at_a_token_or_a_round_says_what_the_round_did_and_frames_all_of_it(seen: Seen) -> None:
-    canvas = "first('canvas')"
+    top = "first('canvas').getClientRects()[0].y"  # of the picture, wherever the page is scrolled to
+    moved = f"first('canvas').dispatchEvent(new MouseEvent('mousemove', {{clientY: {top} + 2}}))"
     nothing, token, framed, bar, raster, again, hidden = seen(
         Story(TEXT, refused=b" no").page(), "said()", "point(first('.t'))", "all('.on').length",
-        "point(all('.round')[1])", f"({canvas}.dispatchEvent(new MouseEvent('mousemove', {{clientY: {canvas}.getClientRects()[0].y + 2}})), said())",
+        "point(all('.round')[1])", f"({moved}, said())",
         "point(first('h1'))", "(first('#refusals').click(), getComputedStyle(first('.text del')).display)",
     )  # fmt: skip
     assert nothing == "Nothing is pointed at."
