@@ -63,7 +63,7 @@ from measuring.gguf_export import export_gguf
 from measuring.ledger import Ledger
 from measuring.machine import environment
 from measuring.peer_speculation import LLAMA_WEIGHTS, SMALLER, TURNS, Contest, find_program
-from measuring.peer_turns import CELL, INSTALL, WARMUP_STEPS, cell_report, prompt_tokens, read_bandwidth, weight_bytes
+from measuring.peer_turns import CELL, WARMUP_STEPS, cell_report, plot, prompt_tokens, read_bandwidth, weight_bytes
 from measuring.peers import AS_IT_COMES, Setup, one_line
 
 PROGRAM = "peers.py"
@@ -85,7 +85,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--llama-bin", type=Path, metavar="FOLDER", help="of llama.cpp's programs: time speculation, one row")
     add("--new-tokens", type=positive, default=128, help="of a run, with --llama-bin (default: 128)")
     add("--batches", type=sizes, default=[1, 8], help="rows (default: 1,8)")
-    peers = list(INSTALL)
+    peers = list(peer_turns.INSTALL)
     add("--peers", type=names_of("peer", peers), default=peers, help=f"among {','.join(peers)} (default: all)")
     add("--without", metavar="MODE", nargs="+", default=[], help="not timed, as the table names them")
     add("--steps", type=positive, default=16, help="timed steps of a block (default: 16)")
@@ -247,14 +247,14 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     print(f"* the mode that counts for its peer. Read bandwidth at the end: {again:.1f} GB/s", end="")
     print(": the percentages are too high, something else was running at the start" if again > 1.1 * bandwidth else "")
     for peer, reason in run.skipped.items():
-        print(f"skipped {peer}: {reason}. To install it: {INSTALL[peer]}")
+        print(f"skipped {peer}: {reason}. To install it: {peer_turns.INSTALL[peer]}")
     for failure in run.failures:
         print(f"failed: {failure}")
     if todo:
         extra["read_gb_per_second"]["end"] = again
         ledger.write(
             **extra,
-            skipped=[{"peer": p, "reason": r, "install": INSTALL[p]} for p, r in run.skipped.items()],
+            skipped=[{"peer": p, "reason": r, "install": peer_turns.INSTALL[p]} for p, r in run.skipped.items()],
             failures=ledger.document.get("failures", []) + run.failures,
         )
     return ledger.document
@@ -278,9 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             report = (speculation if args.llama_bin else benchmark)(args, Path(ggufs))
         if args.plot:
             cpu, rate = report["environment"]["cpu"], report["read_gb_per_second"]["best"]
-            peer_turns.plot(
-                report["cells"], f"Plain decoding: {cpu}, threads {args.threads}, {rate:.0f} GB/s", args.plot
-            )
+            plot(report["cells"], f"Plain decoding: {cpu}, threads {args.threads}, {rate:.0f} GB/s", args.plot)
     if args.json == "-":
         print(json.dumps(report))
     whose = "llama.cpp" if args.llama_bin else ""
