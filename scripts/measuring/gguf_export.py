@@ -26,7 +26,8 @@ def interleave_rope(weight: Tensor, n_heads: int) -> Tensor:
 
     Hugging Face rotates the two halves of a head, llama.cpp's llama architecture rotates neighbouring pairs.
     """
-    return weight.unflatten(0, (n_heads, 2, -1)).transpose(1, 2).flatten(0, 2)  # of [N, H/2, 2, ...]
+    pairs: Tensor = weight.unflatten(0, (n_heads, 2, -1)).transpose(1, 2)  # [N, H/2, 2, ...]
+    return pairs.flatten(0, 2)
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

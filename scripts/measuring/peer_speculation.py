@@ -174,7 +174,7 @@ class LlamaServer:
 
     def _ask(self, path: str, request: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS) -> bytes:
         asked = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}", request and json.dumps(request).encode(),
+            f"http://127.0.0.1:{self._port}{path}", None if request is None else json.dumps(request).encode(),
             {"Content-Type": "application/json"},
         )  # fmt: skip
         with DIRECTLY.open(asked, timeout=max(timeout, 0.1)) as answer:

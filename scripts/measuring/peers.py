@@ -179,6 +179,8 @@ class LlamaCpp:
         if not self.model:
             raise RuntimeError(f"llama.cpp refused the model: {self.log.strip().splitlines()[-1:]}")
         self.context: Any = None
+        self.prompt_batch: Any = None
+        self.step_batch: Any = None
         features = " ".join(re.findall(r"(\w+) = 1", llama_cpp.llama_print_system_info().decode()))
         self.notes = (
             f"version {version('llama-cpp-python')} of llama-cpp-python, one KV stream per sequence; {features}"
