@@ -54,7 +54,7 @@ from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import gguf_parts, load_tokenizer, parse_json, read_config
 from gpt_fast_sd.tp import Parallel
 from journal import Files, Log, beside, indices, lock_of
-from measuring.document import as_record
+from measuring.card import as_record
 from measuring.ledger import as_json
 from records import Encoder, Record, own
 

@@ -50,23 +50,11 @@ from flags import add_engine_flags, add_flags, config_of, count, drafters, gamma
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import load_tokenizer, read_config
-from measuring import grid, plots, prompts
+from measuring import grid, modes, plots, prompts
 from measuring.grid import draft_fields, draft_label, has_a_model, known_drafters
 from measuring.ledger import complete, read_document
-from measuring.lengths import lengths_of
-from measuring.modes import (
-    ByBudget,
-    ByPrecision,
-    BySize,
-    Job,
-    Lossless,
-    Mode,
-    NothingMeasured,
-    OutputsDiffer,
-    describe,
-    params_of,
-)
-from measuring.points import ratio_text
+from measuring.modes import ByBudget, ByPrecision, BySize, Job, Lossless, Mode, describe
+from measuring.points import lengths_of, ratio_text
 
 PROGRAM = "benchmark.py"
 Record = dict[str, Any]
@@ -122,7 +110,7 @@ def prepare(args: argparse.Namespace) -> Job:
     wanted = grid.settings_of(policies, args.budget)
     settings, skipped = grid.buildable(wanted, args.gamma, draft_fields(vars(args)))
     for temperature in args.temperature:
-        params_of(args, temperature, 0)
+        modes.params_of(args, temperature, 0)
     engine_config = config_of(EngineConfig, args, batch_size=1, max_seq_len=1)
     folder = locate(args.model)
     config = read_config(folder)
@@ -144,9 +132,6 @@ def prepare(args: argparse.Namespace) -> Job:
         args=args, engine_config=engine_config, parallel=parallel, config=config,
         tokenizer=tokenizer if texts else None, texts=texts, settings=settings, skipped=skipped, told=sentence,
     )  # fmt: skip
-
-
-# ---- pictures of files that are there --------------------------------------------------------------------------------
 
 
 def draw_files(args: argparse.Namespace) -> None:
@@ -305,8 +290,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if job.parallel.is_main:
         try:
             mode.report(found)
-        except (NothingMeasured, OutputsDiffer) as error:
-            refuse(error, PROGRAM, code=1 if isinstance(error, OutputsDiffer) else 2)
+        except (modes.NothingMeasured, modes.OutputsDiffer) as error:
+            refuse(error, PROGRAM, code=1 if isinstance(error, modes.OutputsDiffer) else 2)
 
 
 if __name__ == "__main__":

@@ -43,9 +43,8 @@ from gpt_fast_sd.loading import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer, read_config
 from gpt_fast_sd.tp import Parallel
 from measuring import Recorder
-from measuring.card import card, report
+from measuring.card import as_record, card, document, report
 from measuring.comparing import compare
-from measuring.document import as_record, document
 from measuring.prompts import read_text
 from records import Encoder, check_prompts, read_document, read_lines, requests_of
 

@@ -36,9 +36,6 @@ from measuring.needles import KINDS, Case, Cases, draw, measure_cell, print_summ
 PROGRAM = "needles.py"
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
     parser = parser_of(PROGRAM, __doc__)

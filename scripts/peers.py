@@ -58,22 +58,12 @@ from files import check_files
 from flags import MODELS, count, given_beside, names_of, positive, sizes, threads
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import ModelConfig, gguf_parts, load_model, read_config, save_hugging_face
-from measuring import plots
+from measuring import peer_turns, plots
 from measuring.gguf_export import export_gguf
 from measuring.ledger import Ledger
 from measuring.machine import environment
 from measuring.peer_speculation import LLAMA_WEIGHTS, SMALLER, TURNS, Contest, find_program
-from measuring.peer_turns import (
-    CELL,
-    INSTALL,
-    WARMUP_STEPS,
-    Run,
-    cell_report,
-    plot,
-    prompt_tokens,
-    read_bandwidth,
-    weight_bytes,
-)
+from measuring.peer_turns import CELL, WARMUP_STEPS, cell_report, plot, prompt_tokens, read_bandwidth, weight_bytes
 from measuring.peers import AS_IT_COMES, Setup, one_line
 
 PROGRAM = "peers.py"
@@ -95,7 +85,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--llama-bin", type=Path, metavar="FOLDER", help="of llama.cpp's programs: time speculation, one row")
     add("--new-tokens", type=positive, default=128, help="of a run, with --llama-bin (default: 128)")
     add("--batches", type=sizes, default=[1, 8], help="rows (default: 1,8)")
-    peers = list(INSTALL)
+    peers = list(peer_turns.INSTALL)
     add("--peers", type=names_of("peer", peers), default=peers, help=f"among {','.join(peers)} (default: all)")
     add("--without", metavar="MODE", nargs="+", default=[], help="not timed, as the table names them")
     add("--steps", type=positive, default=16, help="timed steps of a block (default: 16)")
@@ -104,7 +94,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--agree", type=count, default=16, help="greedy tokens compared with fp32 (default: 16; 0: none)")
     add("--json", metavar="FILE", help="keep one JSON document here, go on from it; - prints it as the last line")
     add("--fresh", action="store_true", help="forget what --json holds")
-    add("--plot", type=Path, metavar="FILE", help="write a bar plot (PNG)")
+    add("--plot", type=Path, metavar="FILE", help="write a bar peer_turns.plot (PNG)")
     args = parser.parse_args(argv)
     unread = {"new_tokens"} if args.llama_bin is None else {"batches", "peers", "steps", "agree", "plot"}
     if idle := given_beside(parser, args, *(set(vars(args)) - unread)):
@@ -192,7 +182,7 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     ledger = opened(args, "peers", source, config, up_to_date, **timed)
     folder = in_16_bits(source, ggufs) if is_file else source
     setup = Setup(folder=folder.resolve(), config=config, ggufs=ggufs, threads=args.threads)
-    run = Run(setup, peers, args.without, steps=args.steps, repeats=args.repeats, agree=args.agree)
+    run = peer_turns.Run(setup, peers, args.without, steps=args.steps, repeats=args.repeats, agree=args.agree)
     room = config.max_seq_len - run.decoded
     if max(args.contexts) > room:
         raise ValueError(
@@ -257,14 +247,14 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     print(f"* the mode that counts for its peer. Read bandwidth at the end: {again:.1f} GB/s", end="")
     print(": the percentages are too high, something else was running at the start" if again > 1.1 * bandwidth else "")
     for peer, reason in run.skipped.items():
-        print(f"skipped {peer}: {reason}. To install it: {INSTALL[peer]}")
+        print(f"skipped {peer}: {reason}. To install it: {peer_turns.INSTALL[peer]}")
     for failure in run.failures:
         print(f"failed: {failure}")
     if todo:
         extra["read_gb_per_second"]["end"] = again
         ledger.write(
             **extra,
-            skipped=[{"peer": p, "reason": r, "install": INSTALL[p]} for p, r in run.skipped.items()],
+            skipped=[{"peer": p, "reason": r, "install": peer_turns.INSTALL[p]} for p, r in run.skipped.items()],
             failures=ledger.document.get("failures", []) + run.failures,
         )
     return ledger.document

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,215 @@ from typing import Any
 from common import parser_of, refusing, started
 from files import check_files, save
 from flags import given_beside, positive, sizes
+from gpt_fast_sd import DraftConfig, registry
 from gpt_fast_sd.config import KV_DTYPES, QUANTIZATIONS
 from gpt_fast_sd.loading import TORCH_DTYPES
 from gpt_fast_sd.policies.config import KV_BITS
-from measuring import forecast, planning
-from measuring.chips import CHIPS
-from measuring.plots import check_drawable
+from measuring import forecast
+from measuring.chips import CHIPS, GIB
+from measuring.forecast import ESTIMATES, Kept, Record, System, budget_of, cell, default_policies, label
+from measuring.grid import Setting
+from measuring.plots import SPEED, Draw, check_drawable, color, draw_panels, over_log2
+from measuring.replay import PROFILES
+from measuring.tables import Column, Table, number
+
+
+def drafts_of(
+    system: System, policies: Sequence[str] | None, budget: int | None, gamma: int | None, draft_model: str | None,
+    measured: Sequence[Record] = (), quantize: str | None = None, kv_bits: int | None = None,
+) -> list[DraftConfig]:  # fmt: skip
+    """A configuration of each policy; None: those that have a published acceptance, and budgets as published.
+
+    measured: results with an acceptance, whose drafts are planned if neither policies nor a budget are given. quantize:
+    of the weights of models that draft. kv_bits: that drafts read of each number of the target's cache.
+    """
+    if measured and not (policies or budget):
+        pairs = dict.fromkeys((one["policy"], one["budget"]) for one in measured)
+        wanted = [Setting(policy=name, budget=size) for name, size in pairs if name in registry.policies()]
+        known = {"draft_model": draft_model, "quantize": quantize, "kv_bits": kv_bits}
+        return [one.draft(gamma or "auto", known) for one in wanted]
+    drafts = []
+    for name in policies or default_policies(system):
+        fields: Record = {"policy": name, "gamma": gamma or "auto"}
+        if budget or name in PROFILES:
+            fields["budget"] = budget or PROFILES[name].budget
+        if name in registry.policies() and registry.policy_class(name).own_cache:
+            fields["draft_model"] = draft_model
+        asked = {"quantize": quantize, "kv_bits": kv_bits}
+        fields |= {field: value for field, value in asked.items() if value and field in registry.heeds(name)}
+        drafts.append(DraftConfig(**fields))
+        if not drafts[-1].max_gamma:
+            raise ValueError(f"policy {name!r} drafts nothing: there is nothing to plan")
+    return drafts
+
+
+def plan(
+    system: System, drafts: Sequence[DraftConfig], kept: Kept, batches: Sequence[int], contexts: Sequence[int],
+    estimate: str,
+) -> Record:  # fmt: skip
+    """Every draft at every batch and context, and the lengths beyond which drafting gains; JSON-ready."""
+    e = ESTIMATES[estimate]
+    cells = [cell(system, draft, kept, n, c, e) for c in contexts for n in batches for draft in drafts]
+    lengths = []
+    for draft in drafts:
+        chances, _ = kept.chances(draft, max(contexts))
+        even = {str(n): system.break_even(draft, chances, n, e) for n in batches}
+        critical = system.critical(draft, chances, batches, e) if len(batches) > 1 else None
+        who = {"policy": draft.policy, "budget": budget_of(draft)}
+        lengths.append({**who, "break_even": even, "critical": critical})
+    chip, ranks = system.chip, system.ranks
+    return {
+        "benchmark": "plan",
+        "settings": {
+            "estimate": estimate, "dtype": system.dtype, "kv_dtype": system.kv_dtype, "quantize": system.quantize,
+            "draft_quantize": next((draft.quantize for draft in drafts if draft.quantize), None),
+            "draft_kv_bits": next((draft.kv_bits for draft in drafts if draft.kv_bits), None),
+            "max_new_tokens": system.room, "tp": system.tp, "positions": system.model.max_seq_len,
+            "chip": {
+                "name": chip.name, "bandwidth": chip.bandwidth, "peak": chip.peak,
+                "memory": None if math.isinf(chip.memory) else chip.memory,
+            },
+            "link": ranks and {
+                "name": ranks.slowest.name, "bandwidth": ranks.slowest.bandwidth, "seconds": ranks.all_reduce(0),
+            },
+        },
+        "cells": cells, "lengths": lengths,
+    }  # fmt: skip
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+LEGEND = """\
+T_T a step of plain decoding, T_D a draft step, T_V a verification of gamma + 1 tokens, T_S judging and selecting;
+tokens: per row and round; speed-up: tokens x T_T / (gamma x T_D + T_V + T_S), below 1 gamma auto drafts nothing;
+roofline: the speed-up if every kernel reached the full rates; plain/s, spec./s: tokens per second of all rows;
+GiB: on each device, when rows have grown by {room:,} tokens, with ! if that does not fit."""
+
+
+def _accepted(one: Record) -> str:
+    """The chance of a round's first draft, and of the last one that has its own."""
+    chances = list(dict.fromkeys(f"{chance:.2f}" for chance in one["acceptance"]))
+    mark = "*" if one["acceptance_source"].startswith("assumed") else ""
+    return " to ".join([chances[0], *chances[1:][-1:]]) + mark
+
+
+TABLE = Table(
+    number("context", "context", ","), number("batch", "batch", ","), Column("draft", label, 16, left=True),
+    Column("accepted", _accepted, 13), number("gamma", "gamma", ""), number("T_T ms", "plain_ms", ".2f", 7),
+    number("T_D ms", "draft_ms", ".2f"), number("T_V ms", "verify_ms", ".2f", 7),
+    number("T_S ms", "select_ms", ".2f"), number("tokens", "tokens_per_round", ".2f"),
+    number("speed-up", "speedup", ".2f", unit="x"), number("roofline", "speedup_of_roofline", ".2f", unit="x"),
+    number("plain/s", "plain_tokens_per_second", ",.0f"), number("spec./s", "speculative_tokens_per_second", ",.0f"),
+    Column("GiB", lambda one: f"{'' if one['fits'] else '! '}{one['memory_bytes'] / GIB:,.1f}", 9),
+)  # fmt: skip
+MEASURED = Table(
+    number("context", "context", ","), number("batch", "batch", ","), Column("draft", label, 16, left=True),
+    number("gamma", "gamma", ""), number("T", "temperature", "g", 3), number("plain ms", "plain_ms", ".1f"),
+    number("measured", "plain_ms_measured", ".1f"), number("round ms", "round_ms", ".1f"),
+    number("measured", "round_ms_measured", ".1f"), number("speed-up", "speedup", ".2f", unit="x"),
+    number("measured", "speedup_measured", ".2f", unit="x"),
+)  # fmt: skip
+
+
+def text(document: Record, subject: str) -> str:
+    """The plan as it is printed. subject: the model's name."""
+    cells, settings = document["cells"], document["settings"]
+    chip, link, n = settings["chip"], settings["link"], settings["tp"]
+    memory = f", {chip['memory'] / GIB:.0f} GiB" if chip["memory"] else ""
+    weights = f"{settings['quantize'] or settings['dtype']}, KV cache {settings['kv_dtype'] or settings['dtype']}"
+    weights += f", drafts' weights {settings['draft_quantize']}" if settings.get("draft_quantize") else ""
+    weights += (
+        f", of which drafts read {settings['draft_kv_bits']} bits a number" if settings.get("draft_kv_bits") else ""
+    )
+    lines = [
+        f"{subject}, weights {weights}, on {n} x {chip['name']}: {chip['bandwidth'] / 1e9:,.0f} GB/s, "
+        f"{chip['peak'] / 1e12:,.4g} TFLOP/s{memory}{' each' if n > 1 else ''}",
+        f"A forecast, estimate {settings['estimate']!r}: nothing below was measured.",
+        "", *TABLE.lines(cells), "",
+        LEGEND.format(room=settings["max_new_tokens"]),
+    ]  # fmt: skip
+    told = dict.fromkeys((label(one), one["acceptance_source"]) for one in cells if one["acceptance_source"] != "given")
+    lines += [f"{'*' if why.startswith('assumed') else ' '} {name}, {why}" for name, why in told]
+    for rows, context in dict.fromkeys((one["batch"], one["context"]) for one in cells if not one["fits"]):
+        most = max(
+            (one for one in cells if (one["batch"], one["context"]) == (rows, context)),
+            key=lambda one: int(one["memory_bytes"]),
+        )
+        lines.append(f"! {rows} x {context:,} does not fit: with {label(most)}, {most['advice']}")
+    if link:
+        shares = {one["batch"]: f"{one['collective_ms']:.2f} ms at batch {one['batch']}" for one in cells}
+        lines.append(
+            f"Sums over {n} devices by {link['name']}, {link['bandwidth'] / 1e9:,.0f} GB/s each way, "
+            f"{link['seconds'] * 1e6:.1f} us and their bytes each: of T_T {', '.join(shares.values())}"
+        )
+    return "\n".join([*lines, "", *_lengths(document)])
+
+
+def _lengths(document: Record) -> list[str]:
+    """The contexts beyond which drafting gains, and beyond which a larger batch gains more."""
+
+    def shown(context: int | None) -> str:
+        return "never" if context is None else "any" if context == 1 else f"{context:,}"
+
+    def even(batch: str) -> Column:
+        return Column(f"break-even, batch {batch}", lambda one: shown(one["break_even"][batch]))
+
+    lengths, positions = document["lengths"], document["settings"]["positions"]
+    batches, legend = list(lengths[0]["break_even"]), "drafting is faster than plain decoding (break-even)"
+    columns = [Column("draft", label, 16, left=True)]
+    columns += [even(n) for n in batches]
+    if len(batches) > 1:
+        legend += f",\nand batch {batches[-1]} gains as much as batch {batches[0]} (critical)"
+        columns.append(Column("critical", lambda one: shown(one["critical"])))
+    return [f"The context, up to {positions:,} tokens, beyond which {legend}:", "", *Table(*columns).lines(lengths)]
+
+
+def comparison(points: Sequence[Record], name: str) -> str:
+    """Measurements next to predictions, as printed."""
+
+    def shares(key: str) -> str:
+        found = sorted(one[f"{key}_measured"] / one[key] for one in points)
+        return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+
+    rows = sorted(points, key=lambda one: (one["context"], one["batch"], one["temperature"]))
+    return "\n".join([
+        f"{name}: measured, next to what its machine's own rates allow, with the drafts that were kept there", "",
+        *MEASURED.lines(rows), "",
+        "measured over predicted, median (least to greatest):", f"a plain step {shares('plain_ms')}, "
+        f"a round {shares('round_ms')}, the speed-up {shares('speedup')}",
+    ])  # fmt: skip
+
+
+def draw(document: Record, subject: str, path: Path) -> None:
+    """Speed-up over context, one panel per batch and one line per draft; hollow where it does not fit into memory."""
+    cells, settings = document["cells"], document["settings"]
+    drafts = list(dict.fromkeys(map(label, cells)))
+
+    def panel_of(batch: int) -> Draw:
+        def draw_panel(panel: Any) -> None:
+            for i, draft in enumerate(drafts):
+                ours = [one for one in cells if (one["batch"], label(one)) == (batch, draft)]
+                at, style = [one["context"] for one in ours], {"color": color(i)}
+                panel.plot(at, [one["speedup"] for one in ours], label=draft, **style)
+                panel.plot(at, [one["speedup_of_roofline"] for one in ours], ":", linewidth=1, **style)
+                for one in ours:
+                    face = color(i) if one["fits"] else "white"
+                    panel.plot(one["context"], one["speedup"], "o", markerfacecolor=face, **style)
+            panel.axhline(1, color="gray", linewidth=1)
+            over_log2(panel, sorted({one["context"] for one in cells}))
+            panel.set_title(f"batch {batch}", fontsize=10)
+
+        return draw_panel
+
+    title = (
+        f"{subject} on {settings['tp']} x {settings['chip']['name']}: a forecast, nothing measured\n"
+        "dotted: if every kernel reached the full rates; hollow: does not fit into the memory"
+    )
+    panels = [panel_of(batch) for batch in dict.fromkeys(one["batch"] for one in cells)]
+    draw_panels([panels], path, title=title, xlabel="context, tokens of each row", ylabel=SPEED, share="y", legend=True)
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -57,7 +262,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--draft-quantize", choices=QUANTIZATIONS, help="of a copy that drafts, or of a draft model (default: none)")
     add("--draft-kv-bits", type=int, choices=KV_BITS, help="that drafts read of an int8 cache's numbers (default: all)")
     add(
-        "--estimate", choices=list(forecast.ESTIMATES), help="what kernels reach: roofline, all of the rates; good, as "
+        "--estimate", choices=list(ESTIMATES), help="what kernels reach: roofline, all of the rates; good, as "
         "public ones; expected, as ours were estimated to (default: that, but for measured or given rates roofline)",
     )  # fmt: skip
     add("--measured", metavar="FILE", type=Path, help="a sweep of benchmark.py, beside what is predicted for it")
@@ -78,10 +283,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def system_of(args: argparse.Namespace) -> forecast.System:
+def system_of(args: argparse.Namespace) -> System:
     """The model on its chips."""
     chip, kind = forecast.chip_for(args.device, TORCH_DTYPES[args.dtype], args.bandwidth, args.flops, args.memory)
-    return forecast.System(
+    return System(
         model=forecast.shape_of(args.model), chip=chip, device=kind, dtype=args.dtype, kv_dtype=args.kv_dtype,
         draft_model=forecast.shape_of(args.draft_model) if args.draft_model else None, quantize=args.quantize,
         ranks=forecast.ranks_for(chip, args.tp, args.per_node, args.link, args.network), room=args.max_new_tokens,
@@ -98,24 +303,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             {"--measured": args.measured, "--acceptance": given, "--model": args.model},
         )
         check_drawable("--plot", args.plot)
-        document: dict[str, Any] = {"benchmark": "plan"}
+        document: Record = {"benchmark": "plan"}
         if args.model:
-            system, kept = system_of(args), forecast.Kept.of(args.acceptance)
+            system, kept = system_of(args), Kept.of(args.acceptance)
             policies = [name.strip() for name in args.policy.split(",")] if args.policy else None
-            drafts = planning.drafts_of(
+            drafts = drafts_of(
                 system, policies, args.budget, args.gamma, args.draft_model, kept.measured, args.draft_quantize,
                 args.draft_kv_bits,
             )  # fmt: skip
             contexts = args.context or [max(1, min(8000, system.model.n_positions - system.room))]
             estimate = args.estimate or ("roofline" if args.device in (None, "this") else "expected")
-            document = planning.plan(system, drafts, kept, args.batch, contexts, estimate)
+            document = plan(system, drafts, kept, args.batch, contexts, estimate)
             document["settings"]["model"] = args.model
-            print(planning.text(document, args.model))
+            print(text(document, args.model))
         if args.measured:
             document["measured"] = forecast.compare(args.measured)
-            print("\n" * bool(args.model) + planning.comparison(document["measured"], args.measured.name))
+            print("\n" * bool(args.model) + comparison(document["measured"], args.measured.name))
         if args.plot and args.model:
-            planning.draw(document, args.model, args.plot)
+            draw(document, args.model, args.plot)
         if args.json:
             save({args.json: json.dumps(document, indent=1) + "\n"}, "plan.py")
     return 0

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from maintain.bundled_data import MIXTURES, book_document
-from measuring.knowledge import END
+from measuring.prompts import END
 from measuring.tables import Column, Table
 
 TEMPLATE = Path(__file__).with_suffix(".md")

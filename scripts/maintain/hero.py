@@ -19,7 +19,7 @@ from common import parser_of, refusing, started
 from files import check_files, save
 from measuring.grid import draft_label, up_to_date
 from measuring.ledger import complete, read_document
-from measuring.lengths import shown_speedup
+from measuring.points import shown_speedup
 
 WIDTH, HEIGHT = 520, 330  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 46, 118, 44, 52  # margins of its plot

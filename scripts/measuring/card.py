@@ -1,16 +1,20 @@
-"""The summary of a run: a card of names and texts, and the HTML page."""
+"""The summary of a run: a card of names and texts, the HTML page, and a JSON document of completions and their cost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.policies.config import DraftConfig
 from gpt_fast_sd.policies.registry import VIEWS
 from gpt_fast_sd.quantization.table import bytes_held
+from gpt_fast_sd.serving.requests import Completion
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring.comparing import Comparison
+from measuring.machine import environment
 from measuring.report import Recorder, Way, page
 
 Rows = list[tuple[str, str]]  # names and texts
@@ -116,7 +120,7 @@ def unquantized(comparison: Comparison) -> Rows:
         return []
     if isinstance(comparison.unquantized, str):
         return [("unquantized", f"not decoded: {comparison.unquantized}")]
-    speed, ratio = Way.of(comparison.unquantized).stats.decode_tokens_per_second, comparison.over_unquantized or 0.0
+    speed, ratio = Way.of(comparison.unquantized).speed, comparison.over_unquantized or 0.0
     text = (
         f"decoded plainly with nothing quantized, afterwards: {speed:,.1f} tokens/s; speculative {ratio:.2f} x of that"
     )
@@ -163,3 +167,33 @@ def report(
         verdict=verdict(engine, comparison) if comparison else (),
         left_out=[f"Texts: those of other replicas ({others:,}), whose rounds are their own."] if others else (),
     )
+
+
+def as_record(completion: Completion) -> dict[str, Any]:
+    """A completion as JSON."""
+    return {
+        "index": completion.index,
+        "tokens": completion.tokens,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stats": completion.stats.as_dict(),
+    }
+
+
+def document(
+    engine: Engine, model: str, completions: Sequence[Completion], stats: EngineStats, comparison: Comparison | None
+) -> dict[str, Any]:
+    """The JSON document of a run; model: its name as given."""
+    return {
+        "completions": [as_record(completion) for completion in completions],
+        "stats": stats.as_dict(),
+        **({"plain": comparison.as_dict()} if comparison else {}),
+        "config": {
+            "model": model,
+            "engine": asdict(engine.config),
+            "draft": asdict(engine.draft),
+            "transformer": asdict(engine.model.config),
+        },
+        "environment": environment(engine.device)
+        | {"dp": engine.parallel.dp, "tp": engine.parallel.tp, "bodies": dict(engine.target.bodies.names)},
+    }

@@ -102,48 +102,26 @@ class Chip:
 # Bandwidth, dense rates (half of figures "with sparsity") and links from NVIDIA's data sheets; for GeForce from the
 # white papers of Ampere GA102, Ada and Blackwell: tensor cores, bf16, sums in fp32. memory: what a driver leaves of the
 # nominal size; the 141 GB of an H200 are some 140 GiB to nvidia-smi, and ECC takes a part of GDDR6.
+# Behind each its sheet, and the TFLOP/s "with sparsity" that it names.
 CHIPS = {
-    "a100": Chip(  # A100 80GB data sheet, SXM
-        name="A100-80G SXM", bandwidth=2.039e12, peak=312e12, fp32=19.5e12, memory=79 * GIB, link=nvlink(600e9),
-        float8=False,
-    ),
-    "a100 40gb": Chip(  # A100 40GB data sheet, SXM
-        name="A100-40G SXM", bandwidth=1.555e12, peak=312e12, fp32=19.5e12, memory=39 * GIB, link=nvlink(600e9),
-        float8=False,
-    ),
-    "h100": Chip(  # H100 data sheet, SXM: 1,979 TFLOP/s with sparsity
-        name="H100 SXM", bandwidth=3.352e12, peak=989e12, fp32=67e12, memory=79 * GIB, link=nvlink(900e9),
-    ),
-    "h100 pcie": Chip(  # H100 PCIe product brief: 1,513 with sparsity; NVLink joins two of them
-        name="H100 PCIe", bandwidth=2.0e12, peak=756e12, fp32=51e12, memory=79 * GIB, link=PCIE_5,
-    ),
-    "h100 nvl": Chip(  # H100 data sheet, NVL: 1,671 with sparsity; NVLink joins two of them
-        name="H100 NVL", bandwidth=3.9e12, peak=835e12, fp32=60e12, memory=93 * GIB, link=PCIE_5,
-    ),
-    "h200": Chip(  # H200 data sheet, SXM: 1,979 with sparsity
-        name="H200 SXM", bandwidth=4.8e12, peak=989e12, fp32=67e12, memory=139 * GIB, link=nvlink(900e9),
-    ),
-    "b200": Chip(  # HGX B200 data sheet, an eighth of it: 180 GB, bf16 4,500 with sparsity
-        name="B200", bandwidth=7.7e12, peak=2250e12, fp32=75e12, memory=178 * GIB, link=nvlink(1800e9),
-    ),
-    "l4": Chip(  # L4 data sheet: 242 with sparsity
-        name="L4", bandwidth=0.3e12, peak=121e12, fp32=30.3e12, memory=22 * GIB,
-    ),
-    "l40s": Chip(  # L40S data sheet: 733 with sparsity, no NVLink
-        name="L40S", bandwidth=0.864e12, peak=362e12, fp32=91.6e12, memory=44 * GIB,
-    ),
-    "a10": Chip(  # A10 data sheet: 250 with sparsity
-        name="A10", bandwidth=0.6e12, peak=125e12, fp32=31.2e12, memory=22 * GIB, float8=False,
-    ),
-    "rtx 3090": Chip(  # GA102 white paper; NVLink joins two of them
-        name="RTX 3090", bandwidth=0.936e12, peak=71e12, fp32=35.6e12, memory=23.5 * GIB, float8=False,
-    ),
-    "rtx 4090": Chip(  # Ada white paper
-        name="RTX 4090", bandwidth=1.008e12, peak=165.2e12, fp32=82.6e12, memory=23.5 * GIB,
-    ),
-    "rtx 5090": Chip(  # Blackwell white paper
-        name="RTX 5090", bandwidth=1.792e12, peak=209.5e12, fp32=104.8e12, memory=31 * GIB, link=PCIE_5,
-    ),
+    key: Chip(
+        name=name, bandwidth=bandwidth, peak=peak, fp32=fp32, memory=memory * GIB, link=link, float8=float8
+    )
+    for key, name, bandwidth, peak, fp32, memory, link, float8 in (
+        ("a100", "A100-80G SXM", 2.039e12, 312e12, 19.5e12, 79, nvlink(600e9), False),  # A100 80GB data sheet, SXM
+        ("a100 40gb", "A100-40G SXM", 1.555e12, 312e12, 19.5e12, 39, nvlink(600e9), False),  # A100 40GB data sheet, SXM
+        ("h100", "H100 SXM", 3.352e12, 989e12, 67e12, 79, nvlink(900e9), True),  # H100 data sheet, SXM: 1,979
+        ("h100 pcie", "H100 PCIe", 2.0e12, 756e12, 51e12, 79, PCIE_5, True),  # product brief: 1,513; NVLink joins two
+        ("h100 nvl", "H100 NVL", 3.9e12, 835e12, 60e12, 93, PCIE_5, True),  # data sheet, NVL: 1,671; NVLink joins two
+        ("h200", "H200 SXM", 4.8e12, 989e12, 67e12, 139, nvlink(900e9), True),  # H200 data sheet, SXM: 1,979
+        ("b200", "B200", 7.7e12, 2250e12, 75e12, 178, nvlink(1800e9), True),  # HGX data sheet, an eighth: 180 GB, 4,500
+        ("l4", "L4", 0.3e12, 121e12, 30.3e12, 22, PCIE_4, True),  # L4 data sheet: 242
+        ("l40s", "L40S", 0.864e12, 362e12, 91.6e12, 44, PCIE_4, True),  # L40S data sheet: 733, no NVLink
+        ("a10", "A10", 0.6e12, 125e12, 31.2e12, 22, PCIE_4, False),  # A10 data sheet: 250
+        ("rtx 3090", "RTX 3090", 0.936e12, 71e12, 35.6e12, 23.5, PCIE_4, False),  # GA102 white paper; NVLink joins two
+        ("rtx 4090", "RTX 4090", 1.008e12, 165.2e12, 82.6e12, 23.5, PCIE_4, True),  # Ada white paper
+        ("rtx 5090", "RTX 5090", 1.792e12, 209.5e12, 104.8e12, 31, PCIE_5, True),  # Blackwell white paper
+    )
 }  # fmt: skip
 
 
@@ -202,32 +180,28 @@ def measure(device: torch.device, *, n_bytes: int, size: int, dtype: torch.dtype
     dtypes = {dtype} if device.type == "cuda" else {dtype, torch.float32}
     factors = [[torch.randn(size, size, device=device).to(one) for _ in range(2)] for one in dtypes]
     # which reduction is the fastest depends on the machine: the best one counts
-    reads: tuple[Callable[[], Tensor], ...] = (
-        lambda: numbers.sum(),
-        lambda: numbers.sum(-1),
-        lambda: numbers.amax(-1),
-    )
+    reads: list[Callable[[], Tensor]] = [numbers.sum, lambda: numbers.sum(-1), lambda: numbers.amax(-1)]
+    products = [functools.partial(torch.matmul, *two) for two in factors]
     return Rates(
         copy=2 * n_bytes / _median_seconds(lambda: other.copy_(numbers), device, repeats),
         read=n_bytes / min(_median_seconds(read, device, repeats) for read in reads),
-        matmul=2
-        * size**3
-        / min(_median_seconds(functools.partial(torch.matmul, *two), device, repeats) for two in factors),
+        matmul=2 * size**3 / min(_median_seconds(product, device, repeats) for product in products),
     )
 
 
 def _median_seconds(call: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
-    seconds: list[float] = []
-    for _ in range(repeats + 3):  # the first three do not count
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[3:])
+    return statistics.median([seconds_of(call, device) for _ in range(repeats + 3)][3:])  # the first three do not count
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, on CUDA by events."""
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end) / 1e3)
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

@@ -36,7 +36,7 @@ class Comparison:
     @property
     def ratio(self) -> float:
         """Speculative over plain tokens/s; 0 if nothing was decoded."""
-        plain, speculative = (way.stats.decode_tokens_per_second for way in self.ways.values())
+        plain, speculative = (way.speed for way in self.ways.values())
         return speculative / plain if plain else 0.0
 
     @property
@@ -44,8 +44,8 @@ class Comparison:
         """Speculative tokens/s over those of plain decoding with nothing quantized; None if that was not measured."""
         if not isinstance(self.unquantized, list):
             return None
-        base = Way.of(self.unquantized).stats.decode_tokens_per_second
-        return self.ways["speculative"].stats.decode_tokens_per_second / base if base else None
+        base = Way.of(self.unquantized).speed
+        return self.ways["speculative"].speed / base if base else None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; outputs_equal is null if all outputs were sampled."""
@@ -77,13 +77,10 @@ class Comparison:
             assert one.gap is not None
             line = f"prompt {one.index} differs from output token {one.position} on"
             if is_near_tie(one.gap, dtype, best=one.best):
-                lines.append(
-                    f"{line}: a near-tie, the two best logits are {one.gap:.2g} apart, which {dtype} rounds away"
-                )
+                line += f": a near-tie, the two best logits are {one.gap:.2g} apart, which {dtype} rounds away"
             else:
-                lines.append(
-                    f"{line}: the logits are {one.gap:.2g} apart, more than {dtype} rounds away; please report it"
-                )
+                line += f": the logits are {one.gap:.2g} apart, more than {dtype} rounds away; please report it"
+            lines.append(line)
         return lines
 
 

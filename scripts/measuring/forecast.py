@@ -13,28 +13,18 @@ from typing import Any
 
 import torch
 
+from gpt_fast_sd import loading, registry
 from gpt_fast_sd.config import EngineConfig
 from gpt_fast_sd.fast import triton_serves
 from gpt_fast_sd.fast.devices import traits_of
-from gpt_fast_sd.loading import (
-    TORCH_DTYPES,
-    MemoryPlan,
-    bytes_of_layers,
-    bytes_of_weights,
-    check_kv_dtype,
-    check_planes,
-    check_positions,
-    free_memory,
-    locate,
-)
-from gpt_fast_sd.loading import System as EngineSystem
+from gpt_fast_sd.loading import TORCH_DTYPES, MemoryPlan, bytes_of_layers, bytes_of_weights, check_kv_dtype, locate
 from gpt_fast_sd.model import FORMATS, PRESETS, CacheFormat, ModelConfig, preset, read_config
-from gpt_fast_sd.policies import registry
 from gpt_fast_sd.policies.config import DraftConfig, gamma_tiers
 from gpt_fast_sd.policies.standalone import check_draft_model
 from gpt_fast_sd.quantization.quantize import TAIL
 from gpt_fast_sd.quantization.table import precision, require_copy, require_sizes
 from gpt_fast_sd.tp import local_config
+from measuring import roofline
 from measuring.chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
 from measuring.grid import Setting, draft_fields, up_to_date
 from measuring.ledger import complete, read_document
@@ -47,11 +37,7 @@ from measuring.roofline import (
     Efficiency,
     Forecast,
     Refresh,
-    best_gamma,
-    collective_seconds,
-    free,
     omega,
-    refresh_seconds,
     step_seconds,
 )
 
@@ -88,7 +74,9 @@ def chip_for(
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name(here) if here.type == "cuda" else f"this CPU, threads: {torch.get_num_threads()}"
     found = rates_here(here, dtype)
-    return replace(found.chip(f"{name}, as measured now", memory=free_memory(here) or math.inf), **given), here.type
+    return replace(
+        found.chip(f"{name}, as measured now", memory=loading.free_memory(here) or math.inf), **given
+    ), here.type
 
 
 def ranks_for(chip: Chip, tp: int, per_node: int, link: float | None, network: float | None) -> Ranks | None:
@@ -164,7 +152,7 @@ class System:
         own, kv = float(TORCH_DTYPES[self.dtype].itemsize), self._format.element_bytes(model.head_dim)
         return Conditions(
             weight_bytes=own, head_bytes=own, kv_bytes=kv, tp=ranks.n if ranks else 1,
-            all_reduce=ranks.all_reduce if ranks else free, efficiency=efficiency,
+            all_reduce=ranks.all_reduce if ranks else roofline.free, efficiency=efficiency,
         )  # fmt: skip
 
     def config(self, batch: int, context: int) -> EngineConfig:
@@ -173,7 +161,7 @@ class System:
             batch_size=batch, max_seq_len=context + self.room, device=self.device, dtype=self.dtype,
             kv_dtype=self.kv_dtype, quantize=self.quantize,
         )  # fmt: skip
-        check_positions(config, self.model)
+        loading.check_positions(config, self.model)
         check_kv_dtype(config, TORCH_DTYPES[self.dtype])
         if self.draft_model:
             check_draft_model(self.draft_model, self.model, config.max_seq_len)
@@ -188,7 +176,7 @@ class System:
         efficiency: Efficiency = IDEAL,
     ) -> Forecast:  # fmt: skip
         """Rounds of gamma drafts, including the cost of their selection; gamma 0 is plain decoding."""
-        check_planes(EngineConfig(kv_dtype=self.kv_dtype), draft, self.model)
+        loading.check_planes(EngineConfig(kv_dtype=self.kv_dtype), draft, self.model)
         policy, under = registry.policy_class(draft.policy), self.conditions(efficiency)
         theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
         own = self._unquantized(self.draft_model or self.model, self.draft_ranks(draft), efficiency)
@@ -222,7 +210,7 @@ class System:
                 traits = traits_of(torch.device(self.device))
                 twice = 1.5 if triton_serves(torch.device(self.device)) else 1.0
                 refresh = Refresh(every=period, n_observed=view.n_observed, reads=twice, at_once=traits.windows)
-                selecting += refresh_seconds(*size, int(context), tokens, refresh, of_step)
+                selecting += roofline.refresh_seconds(*size, int(context), tokens, refresh, of_step)
         return Forecast(
             gamma=gamma, tokens=tokens, target_seconds=self.plain(batch, context, efficiency),
             draft_seconds=drafting / gamma if gamma else 0.0,
@@ -230,20 +218,27 @@ class System:
             select_seconds=selecting + efficiency.judge_seconds if gamma else 0.0,
         )  # fmt: skip
 
-    def mean_round(
-        self, draft: DraftConfig, chance: float, batch: int, context: float, rounds_by_gamma: Mapping[int, int]
-    ) -> float:
-        """Average seconds of a round, given how many drafted each gamma and the chance that drafts were kept."""
+    def predict(
+        self, draft: DraftConfig, batch: int, context: float, chance: float, tokens: float,
+        rounds_by_gamma: Mapping[int, int],
+    ) -> Record:  # fmt: skip
+        """A plain step, the average of rounds, and their gain at so many tokens per round and chance of a draft.
+
+        rounds_by_gamma: how many drafted each gamma.
+        """
+        plain, n = self.plain(batch, context), sum(rounds_by_gamma.values())
         rounds = {gamma: self.forecast(draft, chance, batch, context, gamma) for gamma in rounds_by_gamma}
-        spent = sum(n * rounds[gamma].round_seconds for gamma, n in rounds_by_gamma.items())
-        return spent / sum(rounds_by_gamma.values())
+        a_round = sum(rounds_by_gamma[gamma] * one.round_seconds for gamma, one in rounds.items()) / n
+        return {"plain_ms": plain * 1e3, "round_ms": a_round * 1e3, "speedup": tokens * plain / a_round}
 
     def best(
         self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, efficiency: Efficiency = IDEAL
     ) -> Forecast:
         """Rounds with the gamma that a configuration fixes, or with the best that gamma "auto" may draft."""
         tiers = gamma_tiers(self.model.group_size)[1:] if isinstance(draft.gamma, str) else [draft.gamma]
-        return best_gamma(lambda gamma: self.forecast(draft, chances, batch, context, gamma, efficiency), tiers)
+        return roofline.best_gamma(
+            lambda gamma: self.forecast(draft, chances, batch, context, gamma, efficiency), tiers
+        )
 
     def memory(self, draft: DraftConfig, batch: int, context: int) -> tuple[int, str | None]:
         """Bytes on each chip by an engine's memory plan, and None or, if they do not fit, advice on what would."""
@@ -255,7 +250,7 @@ class System:
         parts = [(self.model, self.tp)] + ([(needed, ranks.n if ranks else 1)] if needed else [])
         target, theirs = [*(local_config(*part) for part in parts), None][:2]
         assert target
-        plan = MemoryPlan.of(EngineSystem(
+        plan = MemoryPlan.of(loading.System(
             config=config, draft=draft, model=target, draft_model=theirs, dtype=TORCH_DTYPES[self.dtype], device=device,
             weights=sum(
                 bytes_of_weights(model, n, size, self.quantize if model is self.model else None, device)
@@ -399,7 +394,7 @@ def cell(system: System, draft: DraftConfig, kept: Kept, batch: int, context: in
         "plain_ms": one.target_seconds * 1e3, "draft_ms": one.draft_seconds * 1e3,
         "verify_ms": one.verify_seconds * 1e3, "select_ms": one.select_seconds * 1e3,
         "round_ms": one.round_seconds * 1e3, "speedup": one.ratio, "speedup_of_roofline": ideal.ratio,
-        "collective_ms": collective_seconds(system.model, batch, system.conditions()) * 1e3,
+        "collective_ms": roofline.collective_seconds(system.model, batch, system.conditions()) * 1e3,
         "plain_tokens_per_second": batch / one.target_seconds,
         "speculative_tokens_per_second": batch * one.tokens / one.round_seconds,
         "memory_bytes": n_bytes, "fits": advice is None, "advice": advice,
@@ -423,25 +418,21 @@ def _beside(settings: Record, point: Record) -> Record:
     machine, tp = settings["machine"], settings.get("tp", 1)
     chip = Chip(name=machine["cpu"], **point["machine"])
     chip = replace(chip, link=(chip_of(machine["device"]) or chip).link)
-    shapes = [_shape(settings[key]) for key in ("transformer", "draft_transformer")]
-    assert shapes[0]
+    # position scaling costs nothing and is left out
+    shapes = [settings[key] and ModelConfig(**{**settings[key], "rope_scaling": None, "eos_ids": ()})
+              for key in ("transformer", "draft_transformer")]  # fmt: skip
     system = System(
         model=shapes[0], draft_model=shapes[1], chip=chip, device=settings["device"], dtype=point["dtype"],
         kv_dtype=point["kv_dtype"], quantize=settings["quantize"], ranks=ranks_for(chip, tp, tp, None, None),
     )  # fmt: skip
     draft = Setting(policy=point["policy"], budget=point["budget"]).draft("auto", draft_fields(settings))
-    size = point["batch"], point["context"] + settings["max_new_tokens"] / 2
-    rounds_by_gamma = {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()}
-    plain, a_round = system.plain(*size), system.mean_round(draft, point["acceptance_rate"], *size, rounds_by_gamma)
+    predicted = system.predict(
+        draft, point["batch"], point["context"] + settings["max_new_tokens"] / 2, point["acceptance_rate"],
+        point["speculative"]["tokens_per_round"], {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()},
+    )  # fmt: skip
     return {
-        **{key: point[key] for key in ("batch", "context", "policy", "budget", "gamma", "temperature")},
-        "plain_ms": plain * 1e3, "plain_ms_measured": point["plain"]["round_ms"]["round"],
-        "round_ms": a_round * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
-        "speedup": point["speculative"]["tokens_per_round"] * plain / a_round,
+        **{key: point[key] for key in ("batch", "context", "policy", "budget", "gamma", "temperature")}, **predicted,
+        "plain_ms_measured": point["plain"]["round_ms"]["round"],
+        "round_ms_measured": point["speculative"]["round_ms"]["round"],
         "speedup_measured": (point["speedup"]["steady"] or point["speedup"]["completion"])["median"],
     }  # fmt: skip
-
-
-def _shape(stored: Record | None) -> ModelConfig | None:
-    """A shape as stored in results; its position scaling costs nothing and is left out."""
-    return ModelConfig(**{**stored, "rope_scaling": None, "eos_ids": ()}) if stored else None

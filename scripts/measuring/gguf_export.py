@@ -57,17 +57,14 @@ def _add_tokenizer(writer: Any, folder: Path, config: ModelConfig) -> None:
     pieces += [f"[unused {i}]".encode() for i in range(missing)]
     scores += [-1000.0] * missing
     kinds += [gguf.TokenType.UNUSED] * missing
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(pieces)
-    writer.add_token_scores(scores)
-    writer.add_token_types(kinds)
-    writer.add_add_space_prefix(vocab.sentencepiece_tokenizer.encode("a", out_type=str)[0].startswith("\u2581"))
-    if config.bos_id is not None:
-        writer.add_bos_token_id(config.bos_id)
-    writer.add_add_bos_token(config.bos_id is not None)
-    if config.eos_ids:
-        writer.add_eos_token_id(config.eos_ids[0])
+    for name, value in {
+        "tokenizer_model": "llama", "tokenizer_pre": "default", "token_list": pieces, "token_scores": scores,
+        "token_types": kinds, "bos_token_id": config.bos_id, "add_bos_token": config.bos_id is not None,
+        "add_space_prefix": vocab.sentencepiece_tokenizer.encode("a", out_type=str)[0].startswith("\u2581"),
+        "eos_token_id": config.eos_ids[0] if config.eos_ids else None,
+    }.items():  # fmt: skip
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
 
 
 def _copy_tokenizer(writer: Any, source: Path, config: ModelConfig) -> None:
@@ -82,9 +79,7 @@ def _copy_tokenizer(writer: Any, source: Path, config: ModelConfig) -> None:
 
 
 def export_gguf(folder: Path, out: Path, dtype: str, tokenizer_of: Path | None = None) -> None:
-    """Write out: the folder's model with matrices in dtype ("f16", "bf16", "f32" or "q4_0").
-
-    ValueError when it cannot.
+    """Write out: the folder's model with matrices in dtype ("f16", "bf16", "f32" or "q4_0"); ValueError if it cannot.
 
     tokenizer_of: a GGUF file whose tokenizer is taken, else it is the folder's.
     """
@@ -97,26 +92,15 @@ def export_gguf(folder: Path, out: Path, dtype: str, tokenizer_of: Path | None =
         raise ValueError(f"{folder} is not a plain Llama: only that shape is exported")
     if config.rope_scaling and config.rope_scaling.length != 1.0:
         raise ValueError(f"{folder} has YaRN, whose longer queries and keys are not exported")
-    file_type = {
-        "f16": gguf.LlamaFileType.MOSTLY_F16,
-        "bf16": gguf.LlamaFileType.MOSTLY_BF16,
-        "f32": gguf.LlamaFileType.ALL_F32,
-        "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
-    }[dtype]
-    writer = gguf.GGUFWriter(out, "llama")
-    writer.add_name(folder.resolve().name)
-    writer.add_file_type(file_type)
-    writer.add_context_length(config.max_seq_len)
-    writer.add_embedding_length(config.dim)
-    writer.add_block_count(config.n_layers)
-    writer.add_feed_forward_length(config.ffn_dim)
-    writer.add_head_count(config.n_heads)
-    writer.add_head_count_kv(config.n_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
+    writer, file_type = gguf.GGUFWriter(out, "llama"), "ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"
+    for name, value in {
+        "name": folder.resolve().name, "file_type": gguf.LlamaFileType[file_type],
+        "context_length": config.max_seq_len, "embedding_length": config.dim, "block_count": config.n_layers,
+        "feed_forward_length": config.ffn_dim, "head_count": config.n_heads, "head_count_kv": config.n_kv_heads,
+        "key_length": config.head_dim, "value_length": config.head_dim, "layer_norm_rms_eps": config.norm_eps,
+        "rope_dimension_count": config.head_dim, "rope_freq_base": config.rope_theta,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
     if tokenizer_of:
         _copy_tokenizer(writer, tokenizer_of, config)
     else:
@@ -143,10 +127,8 @@ def export_gguf(folder: Path, out: Path, dtype: str, tokenizer_of: Path | None =
     for name, tensor in stored_tensors(folder):
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings):
             continue
-        if ".q_proj." in name:
-            tensor = interleave_rope(tensor, config.n_heads)
-        elif ".k_proj." in name:
-            tensor = interleave_rope(tensor, config.n_kv_heads)
+        for kind, n_heads in ((".q_proj.", config.n_heads), (".k_proj.", config.n_kv_heads)):
+            tensor = interleave_rope(tensor, n_heads) if kind in name else tensor
         known = theirs.get_name(name, try_suffixes=(".weight",))
         if known is None:
             raise ValueError(f"{folder} holds a tensor that llama.cpp has no name for: {name}")

@@ -1,17 +1,14 @@
-"""Which engine measures which points: policies and budgets over batches and contexts; a failure costs one point."""
+"""Policies and budgets over batches and contexts: who drafts, the points, and which of them share an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from gpt_fast_sd.config import EngineConfig, SamplingParams
-from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.policies.config import DraftConfig
 from gpt_fast_sd.policies.registry import heeds, policies
-from gpt_fast_sd.tp import Parallel
-from measuring.machine import release_memory
 
 OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the draft model; "hierarchy" has lookup
 # fields that policies refuse unless they use them
@@ -192,77 +189,3 @@ def groups(points: Sequence[Point], *, exact: bool) -> Iterator[list[Point]]:
 
     for one in dict.fromkeys(map(key, points)):
         yield [point for point in points if key(point) == one]
-
-
-def recoverable_errors(parallel: Parallel) -> tuple[type[Exception], ...]:
-    """Errors that cost one point; any other ends the run.
-
-    With several processes, one alone may run out of memory, and the others would wait for it.
-    """
-    return (ValueError,) if parallel.dp * parallel.tp > 1 else (ValueError, RuntimeError, MemoryError)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """How points are measured: engines are shared, drafts are swapped, and a failure costs no other point.
-
-    build: an engine for (batch, longest context, draft that it is built with, or None). draft: the draft of a point.
-    measure: the result of a point. done: takes the result, or the error instead, as soon as it is there.
-    """
-
-    parallel: Parallel
-    exact: bool
-    build: Callable[[int, int, DraftConfig | None], Engine]
-    draft: Callable[[Point], DraftConfig]
-    measure: Callable[[Point, Engine], Record]
-    done: Callable[[Point, Record | Exception], object]
-    progress: Callable[[str], object] = lambda what: None
-
-    def run(self, todo: Sequence[Point]) -> None:
-        """Measure every point, or report why not."""
-        for group in groups(todo, exact=self.exact):
-            self._group(list(group))
-
-    def _group(self, left: list[Point]) -> None:
-        kinds = recoverable_errors(self.parallel)
-        engine: Engine | None = None
-        drafting: DraftConfig | None = None
-        while left:
-            point = left[0]
-            draft = self.draft(point)
-            self.progress(f"batch {point.batch}, {draft_label(point.key)}: loading and compiling")
-            if engine is None or (draft.needs_planes and not engine.cache.format.planes):
-                engine = None
-                release_memory(self.parallel.device)
-                longest = max(p.context for p in left)
-                drafting = draft if point.needs_model or draft.needs_planes else None
-                try:
-                    engine = self.build(point.batch, longest, drafting)
-                except kinds as error:
-                    # it may be this draft for which none can be built: the others of its length get one without it
-                    concerned = [p for p in left if drafting is None or self.draft(p) == draft]
-                    longest = max(p.context for p in concerned)
-                    failed = [p for p in concerned if p.context == longest]
-                    self._failed(failed, error)
-                    left = [p for p in left if p not in failed]
-                    continue
-            try:
-                if drafting != draft:
-                    engine.redraft(draft)
-                    drafting = draft
-                engine.warm_up()
-            except kinds as error:
-                self._failed([p for p in left if self.draft(p) == draft], error)
-                left = [p for p in left if self.draft(p) != draft]
-                engine = None
-                continue
-            left.pop(0)
-            try:
-                self.done(point, self.measure(point, engine))
-            except kinds as error:
-                self._failed([point], error)
-                engine = None  # its state is unknown: the others get a new one
-
-    def _failed(self, points: Sequence[Point], error: Exception) -> None:
-        for point in points:
-            self.done(point, error)

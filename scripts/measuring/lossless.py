@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -55,6 +55,12 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     """The first place where two outputs differ, including the end of the shorter one; None if they are equal."""
     pairs = enumerate(itertools.zip_longest(ours, theirs))
     return next((i for i, (a, b) in pairs if a != b), None)
+
+
+def n_agreeing(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many leading tokens of two outputs are the same."""
+    parted = first_difference(ours, theirs)
+    return len(ours) if parted is None else parted
 
 
 def differences(
@@ -115,8 +121,7 @@ def logits_after(model: Transformer, ids: Sequence[int]) -> Tensor:
     """
     tokens = torch.tensor([list(ids)], device=model.embedding.weight.device)
     hidden = model.hidden(tokens, torch.arange(len(ids), device=tokens.device)[None], CausalSelf())[0, -1:]  # [1, D]
-    logits: Tensor = model.output(hidden)[0].float()
-    return logits
+    return cast(Tensor, model.output(hidden)[0].float())
 
 
 # ---- five checks -----------------------------------------------------------------------------------------------------
@@ -288,12 +293,12 @@ class Cells:
         rests = [p.index_fill(0, torch.tensor(followed), 0.0) for p in first_ones]
         first, second, outside = _bins(rests[0]), dict[int, Tensor](), dict[int | None, Tensor]()
         outside[None] = left_out
-        masses = [[_masses(rest, first)] for rest in rests]
+        masses = [[_sums(rest, first, BINS)] for rest in rests]
         for token in followed:
             then, outside[token] = after(token)
             second[token] = _bins(then[0])
             for one, p, then_p in zip(masses, first_ones, then, strict=True):
-                one.append(p[token] * _masses(then_p, second[token]))
+                one.append(p[token] * _sums(then_p, second[token], BINS))
         expected, *edges = (torch.cat(one) / torch.cat(one).sum() for one in masses)
         return cls(first, second, expected, outside, edges, max(ties))
 
@@ -321,11 +326,6 @@ class Cells:
             for a, b, *_ in outputs
         ]
         return torch.bincount(torch.tensor(cells), minlength=len(self.expected)).double()
-
-
-def _masses(p: Tensor, bins: Tensor) -> Tensor:
-    """The probability of each bin: p fp64 [V], int64 [V] -> fp64 [BINS]."""
-    return p.new_zeros(BINS).scatter_add(0, bins, p)
 
 
 def _bins(p: Tensor) -> Tensor:
@@ -358,8 +358,9 @@ def pooled(expected: Tensor) -> Tensor:
     return group
 
 
-def _sums(values: Tensor, group: Tensor) -> Tensor:
-    return values.new_zeros(int(group.max()) + 1).scatter_add(0, group, values)
+def _sums(values: Tensor, group: Tensor, n: int | None = None) -> Tensor:
+    """The sum of each of n groups, or of as many as there are: values fp64 [V], int64 [V] -> fp64 [n]."""
+    return values.new_zeros(n or int(group.max()) + 1).scatter_add(0, group, values)
 
 
 def chance_of(statistic: float, freedom: int, noncentrality: float = 0.0) -> float:
@@ -406,9 +407,9 @@ def samples(engine: Engine, prompts: Prompts, n: int) -> Finding:
     ways = [SamplingParams(max_tokens=gamma + 2, ignore_eos=True, **how) for how in (FREE, FILTERED)]
     kinds = [(prompt, way) for prompt in prompts for way in ways]
     each = -(-n // len(ways))
-    tie = partial(_tie, dtypes_of(engine))
+    dtypes = dtypes_of(engine)
     try:
-        cells = [Cells.of(partial(_finite_logits, engine), *kind, tie) for kind in kinds]
+        cells = [Cells.of(partial(_finite_logits, engine), *k, lambda best: near_tie(best, *dtypes)) for k in kinds]
     except ArithmeticError as error:
         return Finding("samples", False, str(error))
     rounding = sum(one.rounding(each) for one in cells)
@@ -446,10 +447,6 @@ def _finite_logits(engine: Engine, ids: list[int]) -> Tensor:
     if not logits.max() < math.inf:
         raise ArithmeticError(f"the target's logits after {len(ids):,} tokens are not finite")
     return logits
-
-
-def _tie(dtypes: Sequence[str], best: float) -> float:
-    return near_tie(best, *dtypes)
 
 
 # ---- seeds and refills -----------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from gpt_fast_sd import __version__
-from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.fast import chosen
 
 Record = dict[str, Any]
@@ -66,11 +65,6 @@ def load_average() -> float | None:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def kv_bytes(engine: Engine) -> int:
-    """Bytes that the engine's cache takes on this device."""
-    return sum(buffer.numel() * buffer.element_size() for buffer in engine.cache.buffers)
-
-
 def release_memory(device: torch.device) -> None:
     """Free the memory of deleted engines before the next one allocates its own."""
     gc.collect()
@@ -86,18 +80,13 @@ def restart_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # on Linux: reset the greatest resident size
 
 
-def resident_bytes() -> int | None:
-    """The memory of this process that is resident now; None if the system does not say."""
-    return _status("VmRSS")
-
-
 def allocated_bytes(device: torch.device) -> int | None:
     """What tensors take on a CUDA device now; None of another."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
-def _status(name: str) -> int | None:
-    """A size in bytes that Linux tells of this process."""
+def process_bytes(name: str) -> int | None:
+    """A size in bytes that Linux tells of this process, "VmRSS" what is resident now; None if it does not."""
     status = Path("/proc/self/status")
     line = re.search(rf"{name}:\s+(\d+) kB", status.read_text()) if status.is_file() else None
     return int(line[1]) * 1024 if line else None
@@ -107,7 +96,7 @@ def peak_bytes(device: torch.device) -> int:
     """The most memory in use at once: allocated on a CUDA device, else resident in this process; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if (peak := _status("VmHWM")) is not None:
+    if (peak := process_bytes("VmHWM")) is not None:
         return peak
     try:
         import resource

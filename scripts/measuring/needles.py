@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -200,8 +200,7 @@ class Cases:
         """n tokens from anywhere in one of the books."""
         book = self.books[int(rng.integers(len(self.books)))]
         start = int(rng.integers(0, len(book) - n + 1))
-        ids: list[int] = book[start : start + n].tolist()
-        return ids
+        return cast(list[int], book[start : start + n].tolist())
 
 
 # ---- the measurement -------------------------------------------------------------------------------------------------
@@ -317,18 +316,19 @@ def print_summary(summary: Sequence[Record]) -> None:
         print(*SUMMARY.lines(rows), sep="\n")
 
 
+def acceptance_spread(r: Record) -> Record:
+    """Acceptance and its interval, as pictures take them."""
+    return {"median": r["acceptance_rate"], **dict(zip(("min", "max"), r["acceptance_interval"], strict=True))}
+
+
 def draw(summary: Sequence[Record], title: str, path: Path) -> None:
     """One panel a kind: acceptance over the budget with its interval, on prompts answered right if these are enough."""
     policies, panels = [*dict.fromkeys(r["policy"] for r in summary)], []
     for kind in dict.fromkeys(r["kind"] for r in summary):
         enough = any(r["kind"] == kind and r["prompts"] == "right" and r["n"] >= ENOUGH for r in summary)
         rows = [r for r in summary if (r["kind"], r["prompts"]) == (kind, "right" if enough else "all")]
-        panels.append(
-            plots.over_budget(
-                f"{kind}, {rows[0]['n']} prompts{' answered right' if enough else ''}", rows,
-                lambda r: r["acceptance_rate"], policies, ends=lambda r: tuple(r["acceptance_interval"]), percent=True,
-            )
-        )  # fmt: skip
+        name = f"{kind}, {rows[0]['n']} prompts{' answered right' if enough else ''}"
+        panels.append(plots.over_budget(name, rows, acceptance_spread, policies, percent=True))
     plots.draw_panels(
         [panels], path, title=title, ylabel="accepted drafts, 95 % interval", share="y", size=(3.4, 3.4), legend=True
     )

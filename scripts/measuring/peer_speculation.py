@@ -17,21 +17,22 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from gpt_fast_sd.policies.config import DraftConfig
-from measuring.lossless import first_difference
-from measuring.peers import AS_IT_COMES, Decoded, Entry, PeerFailed, PeerMissing, Setup, Worker
-from measuring.tables import Column, Table, shown
+from measuring.lossless import n_agreeing
+from measuring.peers import AS_IT_COMES, Decoded, Entry, Field, PeerFailed, Setup, Worker
+from measuring.tables import Column, Table, number
 from measuring.turns import SHORT, distinct_4grams, spread
-
-T = TypeVar("T")
 
 PROGRAM = "llama-server"
 START_SECONDS = 120.0  # within which a server has loaded its models
 ANSWER_SECONDS = 3600.0  # within which it has answered, a long prompt included
+DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy there is for others
 HEATS = 2  # runs of each mode, the faster of which decides whether it takes turns
 GAMMAS = range(1, 7)
 LLAMA_WEIGHTS = "F16"  # of the target: on a CPU llama.cpp's BF16 is no faster, see benchmarks/cpu/peers.md
@@ -47,9 +48,6 @@ LLAMA_LOOKUPS = {  # n-gram simple drafts nothing if fewer than N tokens follow 
     },
 }  # fmt: skip
 REMEMBERS = "ngram-cache"  # what a request wrote, and would draft it for the next one of the same prompt
-
-
-# ---- the modes -------------------------------------------------------------------------------------------------------
 
 
 def entries() -> list[Entry]:
@@ -141,7 +139,13 @@ class LlamaServer:
             "ignore_eos": True, "cache_prompt": True, "return_tokens": True,
         }  # fmt: skip
         started = time.perf_counter()
-        return decoded(self._ask("POST", "/completion", request), n, time.perf_counter() - started)
+        try:
+            answer = json.loads(self._ask("/completion", request))
+        except urllib.error.HTTPError as refused:
+            raise self._failed(f"refused a request: {refused.read(300).decode(errors='replace')}") from None
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            raise self._failed(f"gave no answer ({type(error).__name__})") from None
+        return decoded(answer, n, time.perf_counter() - started)
 
     def close(self) -> None:
         """End the process and free its memory."""
@@ -161,33 +165,20 @@ class LlamaServer:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError, http.client.HTTPException):  # not yet, or never
-                if self._status("GET", "/health", timeout=deadline - time.monotonic())[0] == http.client.OK:
-                    return
+                self._ask("/health", timeout=deadline - time.monotonic())
+                return
             if self._process.poll() is not None:
                 raise self._failed(f"ended with code {self._process.returncode}")
             time.sleep(0.1)
         raise self._failed(f"was not ready after {START_SECONDS:.0f} s")
 
-    def _status(
-        self, method: str, path: str, request: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS
-    ) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=max(timeout, 0.1))
-        try:
-            connection.request(method, path, json.dumps(request) if request else None)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
-
-    def _ask(self, method: str, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            status, body = self._status(method, path, request)
-            answer: dict[str, Any] = json.loads(body)
-        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-            raise self._failed(f"gave no answer ({type(error).__name__})") from None
-        if status != http.client.OK:
-            raise self._failed(f"refused a request: {str(answer)[:300]}")
-        return answer
+    def _ask(self, path: str, request: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS) -> bytes:
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}", None if request is None else json.dumps(request).encode(),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
+        with DIRECTLY.open(asked, timeout=max(timeout, 0.1)) as answer:
+            return cast(bytes, answer.read())
 
     def _failed(self, how: str) -> PeerFailed:
         """The reason, with the last thing that the program said; the process is ended."""
@@ -219,17 +210,13 @@ def decoded(answer: dict[str, Any], n: int, waited: float) -> Decoded:
     return Decoded(tokens=tokens[:n], seconds=seconds, rounds=n - accepted, drafted=drafted, accepted=accepted)
 
 
-# ---- heats and turns -------------------------------------------------------------------------------------------------
-
-
-class Contest:
+class Contest(Field):
     """One run of the benchmark: every mode in a heat of its own, then the best mode of each peer in turns."""
 
     def __init__(self, setup: Setup, program: Path, without: Sequence[str], *, new_tokens: int, repeats: int) -> None:
         """without: modes that are left out. new_tokens: of each run. repeats: turns."""
-        self.setup, self.program, self.new_tokens, self.repeats = setup, program, new_tokens, repeats
-        self.entries = [entry for entry in entries() if entry.mode not in without]
-        self.failures: list[str] = []
+        super().__init__(setup, entries(), without)
+        self.program, self.new_tokens, self.repeats = program, new_tokens, repeats
 
     def start(self, entry: Entry, context: int) -> Worker | LlamaServer:
         """The peer, loaded, in a process of its own; PeerMissing or PeerFailed."""
@@ -240,15 +227,6 @@ class Contest:
         worker.call("reserve", 1, capacity)
         return worker
 
-    def attempt(self, entry: Entry, context: int, work: Callable[..., T], *arguments: Any) -> T | None:
-        """What the work gives; None if it fails, which is noted as this mode's alone."""
-        try:
-            return work(*arguments)
-        except (PeerMissing, PeerFailed) as reason:
-            self.failures.append(f"{entry.label}, context {context}: {reason}")
-            print(f"  failed: {self.failures[-1]}", flush=True)
-            return None
-
     def heat(self, entry: Entry, prompt: list[int]) -> Decoded:
         """The faster of two runs, after an untimed short one that prefills."""
         with contextlib.closing(self.start(entry, len(prompt))) as peer:
@@ -257,22 +235,20 @@ class Contest:
 
     def turns(self, best: Sequence[Entry], prompt: list[int]) -> dict[Entry, list[Decoded]]:
         """The runs of these modes, which take turns; one that fails is not in it."""
-        context, peers, runs = len(prompt), {}, {}
-        try:
+        where, runs = f"context {len(prompt)}", dict[Entry, list[Decoded]]()
+        with contextlib.ExitStack() as started:
+            peers = {}
             for entry in best:
-                if peer := self.attempt(entry, context, self.start, entry, context):
-                    peers[entry] = peer
-                    if self.attempt(entry, context, peer.decode, prompt, min(SHORT, self.new_tokens)):
-                        runs[entry] = list[Decoded]()
+                if peer := self.attempt(entry, where, self.start, entry, len(prompt)):
+                    peers[entry] = started.enter_context(contextlib.closing(peer))
+                    if self.attempt(entry, where, peer.decode, prompt, min(SHORT, self.new_tokens)):
+                        runs[entry] = []
             for _ in range(self.repeats):
                 for entry in list(runs):
-                    if run := self.attempt(entry, context, peers[entry].decode, prompt, self.new_tokens):
+                    if run := self.attempt(entry, where, peers[entry].decode, prompt, self.new_tokens):
                         runs[entry].append(run)
                     else:
                         del runs[entry]
-        finally:
-            for peer in peers.values():
-                peer.close()
         return runs
 
     def cell(self, prompt: list[int]) -> dict[str, Any]:
@@ -280,7 +256,7 @@ class Contest:
         heats: dict[Entry, Decoded] = {}
         print(HEAT.head, flush=True)
         for entry in self.entries:
-            if run := self.attempt(entry, len(prompt), self.heat, entry, prompt):
+            if run := self.attempt(entry, f"context {len(prompt)}", self.heat, entry, prompt):
                 heats[entry] = run
                 print(HEAT.line(heat_row(entry, run)), flush=True)
         best: dict[str, Entry] = {}
@@ -308,13 +284,13 @@ def rows_of(runs: dict[Entry, list[Decoded]]) -> list[dict[str, Any]]:
     plain = {entry.peer: found for entry, found in runs.items() if entry.peer in ("ours", "llama.cpp")}
     rows = []
     for entry, found in runs.items():
-        own = plain.get(entry.peer.split(",")[0])
+        own, first = plain.get(entry.peer.split(",")[0]), found[0].tokens
         speeds = [run.tokens_per_second for run in found]
         row = heat_row(entry, found[0]) | {
             "tokens_per_second": spread(speeds), "over_its_plain": over(found, own),
-            "over_our_plain": over(found, plain.get("ours")), "distinct_4grams": distinct_4grams([found[0].tokens]),
-            "same_as_its_plain": same_tokens(found[0], own[0]) if own else None,
-            "same_in_every_turn": all(run.tokens == found[0].tokens for run in found), "tokens": found[0].tokens,
+            "over_our_plain": over(found, plain.get("ours")), "distinct_4grams": distinct_4grams([first]),
+            "same_as_its_plain": n_agreeing(first, own[0].tokens) if own else None,
+            "same_in_every_turn": all(run.tokens == first for run in found), "tokens": first,
         }  # fmt: skip
         rows.append(row)
     return rows
@@ -329,32 +305,21 @@ def over(runs: Sequence[Decoded], others: Sequence[Decoded] | None) -> float | N
     )
 
 
-def same_tokens(run: Decoded, other: Decoded) -> int:
-    """How many leading tokens are the same."""
-    parted = first_difference(run.tokens, other.tokens)
-    return len(run.tokens) if parted is None else parted
-
-
 DRAFTS = (
-    Column("accepted", lambda r: shown(r["accepted_share"], ".0%")),
-    Column("drafted/round", lambda r: f"{r['drafted_per_round']:.2f}"),
-    Column("tokens/round", lambda r: f"{r['tokens_per_round']:.2f}"),
-)
+    number("accepted", "accepted_share", ".0%"), number("drafted/round", "drafted_per_round", ".2f"),
+    number("tokens/round", "tokens_per_round", ".2f"),
+)  # fmt: skip
+PEER = Column("peer", lambda r: r["peer"], 22, left=True)
 HEAT = Table(
-    Column("peer", lambda r: r["peer"], 22, left=True),
+    PEER,
     Column("mode, alone", lambda r: r["mode"], 34, left=True),
-    Column("tokens/s", lambda r: f"{r['tokens_per_second']:.1f}"),
+    number("tokens/s", "tokens_per_second", ".1f"),
     *DRAFTS,
 )
 TURNS = Table(
-    Column("peer", lambda r: r["peer"], 22, left=True),
-    Column("its best mode, in turns", lambda r: r["mode"], 34, left=True),
-    Column("tokens/s", lambda r: f"{r['tokens_per_second']['median']:.1f}"),
-    Column("least", lambda r: f"{r['tokens_per_second']['min']:.1f}", 6),
-    Column("most", lambda r: f"{r['tokens_per_second']['max']:.1f}", 6),
-    Column("/ its plain", lambda r: shown(r["over_its_plain"], ".2f")),
-    Column("/ our plain", lambda r: shown(r["over_our_plain"], ".2f")),
-    *DRAFTS,
-    Column("as its plain", lambda r: shown(r["same_as_its_plain"], "d")),
-    Column("distinct 4-grams", lambda r: shown(r["distinct_4grams"], ".0%")),
-)
+    PEER, Column("its best mode, in turns", lambda r: r["mode"], 34, left=True),
+    number("tokens/s", "tokens_per_second.median", ".1f"), number("least", "tokens_per_second.min", ".1f", 6),
+    number("most", "tokens_per_second.max", ".1f", 6), number("/ its plain", "over_its_plain", ".2f"),
+    number("/ our plain", "over_our_plain", ".2f"), *DRAFTS, number("as its plain", "same_as_its_plain", "d"),
+    number("distinct 4-grams", "distinct_4grams", ".0%"),
+)  # fmt: skip

@@ -5,21 +5,22 @@ Shapes: B batch rows, S tokens a row holds, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpt_fast_sd.model import ModelConfig, load_tokenizer
+from gpt_fast_sd.model import ModelConfig
 from measuring import plots, prompts
 from measuring.chips import measure
-from measuring.lossless import first_difference
-from measuring.peers import AS_IT_COMES, Entry, PeerFailed, PeerMissing, Setup, Worker, entries
-from measuring.tables import Column, Table, shown
+from measuring.lossless import n_agreeing
+from measuring.peers import AS_IT_COMES, Entry, Field, PeerFailed, PeerMissing, Setup, Worker, entries
+from measuring.tables import Column, Table, number
 
 WARMUP_STEPS = 3
 INSTALL = {
@@ -36,9 +37,7 @@ INSTALL["llama.cpp-file"] = INSTALL["llama.cpp"]
 
 def prompt_tokens(folder: Path, config: ModelConfig, text: Path, length: int) -> list[int]:
     """BOS and the text's tokens, repeated or cut to length [S]."""
-    tokenizer = load_tokenizer(folder, config)
-    if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer to read the prompt's text with")
+    tokenizer = prompts.reader_of(folder, folder, config)
     return prompts.round_the_text(prompts.tokens_of(text, tokenizer), 1, length, config.bos_id)[0]
 
 
@@ -81,8 +80,7 @@ class Reference:
     def agreement(self, tokens: Sequence[list[int]]) -> dict[str, Any]:
         """How many leading tokens of row 0 are the same, and how close the choice was where they part."""
         pairs = list(zip(self.tokens, (row[0] for row in tokens), strict=False))
-        parted = first_difference(*zip(*pairs, strict=True)) if pairs else None
-        agreed = len(pairs) if parted is None else parted
+        agreed = n_agreeing(*zip(*pairs, strict=True)) if pairs else 0
         return {
             "agreed": agreed, "compared": len(pairs),
             "fp32_logit_gap_where_they_part": None if agreed == len(pairs) else self.gaps[agreed],
@@ -90,20 +88,18 @@ class Reference:
         }  # fmt: skip
 
 
-class Run:
+class Run(Field):
     """One run of the benchmark: its settings, the peers still in it, and the report it grows."""
 
     def __init__(
         self, setup: Setup, peers: Sequence[str], without: Sequence[str], *, steps: int, repeats: int, agree: int
     ) -> None:
         """without: modes that are not timed. steps: timed ones of a block. repeats: blocks. agree: tokens compared."""
-        self.setup, self.peers, self.steps, self.repeats, self.agree = setup, peers, steps, repeats, agree
+        super().__init__(setup, (entry for peer in peers for entry in entries(peer, "bf16")), without)
+        self.peers, self.steps, self.repeats, self.agree = peers, steps, repeats, agree
         self.prompt: list[int] = []
-        timed = [entry for peer in peers for entry in entries(peer, "bf16")]
-        self.entries = [entry for entry in timed if entry.mode not in without]
         self.workers: dict[Entry, Worker] = {}
         self.skipped: dict[str, str] = {}
-        self.failures: list[str] = []
         self.notes: dict[str, str] = {}
 
     @property
@@ -117,11 +113,6 @@ class Run:
         self.entries = [entry for entry in self.entries if entry.peer != peer]
         print(f"  skipped {peer}: {reason}. To install it: {INSTALL[peer]}", flush=True)
 
-    def fail(self, entry: Entry, where: str, reason: str) -> None:
-        """Note a failure: this entry has no result there."""
-        self.failures.append(f"{entry.label}, {entry.dtype}, {where}: {reason}")
-        print(f"  failed: {self.failures[-1]}", flush=True)
-
     def worker(self, entry: Entry) -> Worker:
         """The entry's process, started when it is first asked for."""
         if entry not in self.workers:
@@ -131,29 +122,26 @@ class Run:
 
     def find_missing(self) -> None:
         """Start every timed entry once; peers that are not installed are skipped by name."""
-        for entry in list(self.entries):
-            if entry.peer in self.skipped:
-                continue
+        for entry in [*self.entries]:
             try:
-                self.worker(entry)
+                if entry.peer not in self.skipped:
+                    self.worker(entry)
             except PeerMissing as reason:
                 self.skip(entry.peer, str(reason))
             except PeerFailed as reason:
-                self.fail(entry, "start", str(reason))
+                self.fail(entry, f"{entry.dtype}, start", reason)
                 self.entries.remove(entry)
 
     def reference(self, context: int) -> Reference | None:
         """The tokens that every peer should emit after this context, or None without transformers."""
         entry = Entry(peer="transformers", mode="eager", dtype="fp32", attention="eager")
         try:
-            worker = Worker(entry, self.setup)
-            worker.call("reserve", 1, context + self.agree)
-            tokens = [worker.call("prefill", self.prompt[:context])[0]]
-            gaps = [worker.call("top2_gap")]
-            for _ in range(self.agree - 1):
-                tokens.append(worker.call("step")[0])
-                gaps.append(worker.call("top2_gap"))
-            worker.close()
+            with contextlib.closing(Worker(entry, self.setup)) as worker:
+                worker.call("reserve", 1, context + self.agree)
+                tokens, gaps = [worker.call("prefill", self.prompt[:context])[0]], [worker.call("top2_gap")]
+                for _ in range(self.agree - 1):
+                    tokens.append(worker.call("step")[0])
+                    gaps.append(worker.call("top2_gap"))
         except (PeerMissing, PeerFailed) as reason:
             print(f"  no fp32 reference at context {context}: {reason}")
             return None
@@ -161,51 +149,47 @@ class Run:
 
     def agreement_in_fp32(self, context: int, reference: Reference) -> dict[str, Any]:
         """Every peer in fp32 against the reference, two rows each, by label."""
+
+        def agreement(entry: Entry) -> dict[str, Any]:
+            with contextlib.closing(Worker(entry, self.setup)) as worker:
+                worker.call("reserve", 2, context + self.agree)
+                tokens = [worker.call("prefill", self.prompt[:context])]
+                return reference.agreement(tokens + worker.call("steps", self.agree - 1, 0)[0])
+
         report = {}
-        for peer in [peer for peer in self.peers if peer not in self.skipped]:
-            for entry in entries(peer, "fp32"):
-                try:
-                    worker = Worker(entry, self.setup)
-                    worker.call("reserve", 2, context + self.agree)
-                    tokens = [worker.call("prefill", self.prompt[:context])]
-                    tokens += worker.call("steps", self.agree - 1, 0)[0]
-                    worker.close()
-                    report[entry.label] = reference.agreement(tokens)
-                    print(f"  {entry.label:<62}{agreement_phrase(report[entry.label])}", flush=True)
-                except (PeerMissing, PeerFailed) as reason:
-                    self.fail(entry, f"context {context}", str(reason))
+        for entry in (one for peer in self.peers if peer not in self.skipped for one in entries(peer, "fp32")):
+            if found := self.attempt(entry, f"{entry.dtype}, context {context}", agreement, entry):
+                report[entry.label] = found
+                print(f"  {entry.label:<62}{agreement_phrase(found)}", flush=True)
         return report
 
     def cell(self, context: int, batch: int) -> list[Timing]:
         """Prefill every entry, then let them take turns -> what each one took."""
         timings: dict[Entry, Timing] = {}
 
-        def attempt(entry: Entry, work: Callable[[Entry], None]) -> None:
-            try:
-                work(entry)
-            except (PeerMissing, PeerFailed) as reason:
-                self.fail(entry, f"context {context}, batch {batch}", str(reason))
-                self.workers.pop(entry, None)
-                timings.pop(entry, None)
-
-        def prepare(entry: Entry) -> None:
+        def prepare(entry: Entry) -> Timing:
             worker = self.worker(entry)
             worker.call("reserve", batch, context + self.decoded)
             start = time.perf_counter()
             first = worker.call("prefill", self.prompt[:context])
-            timings[entry] = Timing(entry=entry, prefill_seconds=time.perf_counter() - start, tokens=[first])
-            timings[entry].tokens += worker.call("steps", WARMUP_STEPS, 0)[0]
+            timing = Timing(entry=entry, prefill_seconds=time.perf_counter() - start, tokens=[first])
+            timing.tokens += worker.call("steps", WARMUP_STEPS, 0)[0]
+            return timing
 
-        def take_turn(entry: Entry) -> None:
+        def take_turn(entry: Entry) -> Timing:
             tokens, milliseconds = self.worker(entry).call("steps", 1, self.steps)
             timings[entry].tokens += tokens
             timings[entry].milliseconds += milliseconds
+            return timings[entry]
 
-        for entry in self.entries:
-            attempt(entry, prepare)
-        for _ in range(self.repeats):
-            for entry in list(timings):
-                attempt(entry, take_turn)
+        for turn in range(1 + self.repeats):
+            for entry in list(timings) if turn else self.entries:
+                where = f"{entry.dtype}, context {context}, batch {batch}"
+                if done := self.attempt(entry, where, take_turn if turn else prepare, entry):
+                    timings[entry] = done
+                else:
+                    self.workers.pop(entry, None)
+                    timings.pop(entry, None)
         return list(timings.values())
 
     def close(self) -> None:
@@ -222,12 +206,13 @@ def cell_report(
 ) -> dict[str, Any]:
     """One cell as plain data: every entry beside the roofline and beside ours."""
     fastest = {peer: min(t.median for t in timings if t.entry.peer == peer) for peer in {t.entry.peer for t in timings}}
+    ceilings = {True: "file_roofline_ms", False: "roofline_ms"}  # by whether the file's own bytes are read
     rows = [
         {
             "peer": t.entry.peer, "mode": t.entry.mode, "counts": t.median == fastest[t.entry.peer],
             "ms_per_step": {"median": t.median, "min": min(t.milliseconds), "max": max(t.milliseconds)},
             "tokens_per_second": batch / t.median * 1e3,
-            "percent_of_roofline": 100 * needs[roofline_of(t.entry)] / t.median,
+            "percent_of_roofline": 100 * needs[ceilings[t.entry.weights == AS_IT_COMES]] / t.median,
             "time_over_ours": t.median / fastest["ours"] if "ours" in fastest else None,
             "prefill_one_row_seconds": t.prefill_seconds,
             "prefill_tokens_per_second": context / t.prefill_seconds,
@@ -237,11 +222,6 @@ def cell_report(
         for t in timings
     ]  # fmt: skip
     return {"context": context, "batch": batch, **needs, "results": rows}
-
-
-def roofline_of(entry: Entry) -> str:
-    """The name of the ceiling that holds for it among what a cell needs."""
-    return "file_roofline_ms" if entry.weights == AS_IT_COMES else "roofline_ms"
 
 
 def agreement_phrase(greedy: dict[str, Any] | None) -> str:
@@ -254,22 +234,19 @@ def agreement_phrase(greedy: dict[str, Any] | None) -> str:
     return phrase if greedy["rows_alike"] else phrase + ", rows differ"
 
 
-def entry_text(r: dict[str, Any]) -> str:
-    """A peer and its mode, starred where it is the one that counts."""
-    return f"{'*' if r['counts'] else ' '} {r['peer']}{' (' + r['mode'] + ')' if r['mode'] else ''}"
-
-
 CELL = Table(
-    Column("peer", entry_text, 62, left=True),
-    Column("ms/step", lambda r: f"{r['ms_per_step']['median']:.2f}", 7),
-    Column("min", lambda r: f"{r['ms_per_step']['min']:.2f}", 7),
-    Column("max", lambda r: f"{r['ms_per_step']['max']:.2f}", 7),
-    Column("tok/s", lambda r: f"{r['tokens_per_second']:.0f}"),
-    Column("% roof", lambda r: f"{r['percent_of_roofline']:.0f}"),
-    Column("/ ours", lambda r: shown(r["time_over_ours"], ".2f")),
-    Column("prefill/s", lambda r: f"{r['prefill_tokens_per_second']:,.0f}"),
+    Column(  # starred where it is the one that counts
+        "peer",
+        lambda r: f"{'*' if r['counts'] else ' '} {r['peer']}{' (' + r['mode'] + ')' if r['mode'] else ''}",
+        62,
+        left=True,
+    ),
+    number("ms/step", "ms_per_step.median", ".2f", 7), number("min", "ms_per_step.min", ".2f", 7),
+    number("max", "ms_per_step.max", ".2f", 7), number("tok/s", "tokens_per_second", ".0f"),
+    number("% roof", "percent_of_roofline", ".0f"), number("/ ours", "time_over_ours", ".2f"),
+    number("prefill/s", "prefill_tokens_per_second", ",.0f"),
     Column("same tokens as fp32", lambda r: agreement_phrase(r["greedy"]), left=True),
-)
+)  # fmt: skip
 
 
 def plot(cells: list[dict[str, Any]], title: str, file: Path) -> None:

@@ -11,11 +11,11 @@ import multiprocessing
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ LLAMA_MODES = {
     "fp32": (("F32", "F32", False),),
 }  # fmt: skip
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+T = TypeVar("T")
 
 
 # ---------------------------------------------------------------------------------------------------- the peers
@@ -66,18 +67,16 @@ class Ours:
     """Plain or speculative decoding by this engine: whole rounds, the host's part included."""
 
     def __init__(self, folder: Path, dtype: str, draft: DraftConfig | None = None) -> None:
-        def start(batch: int, capacity: int) -> Engine:
-            config = EngineConfig(batch_size=batch, max_seq_len=capacity, device="cpu", dtype=dtype)
-            return Engine.from_pretrained(folder, config, draft)
-
-        self.start = start
+        self.model = folder, dtype, draft
         self.notes = f"version {version('gpt_fast_sd') or 'of this checkout'}"
 
     def reserve(self, batch: int, capacity: int) -> None:
         """A new engine of that shape, compiled."""
         self.events: Any = None
         self.engine: Any = None  # free the old cache first
-        self.engine = self.start(batch, capacity)
+        folder, dtype, draft = self.model
+        config = EngineConfig(batch_size=batch, max_seq_len=capacity, device="cpu", dtype=dtype)
+        self.engine = Engine.from_pretrained(folder, config, draft)
         self.engine.tokenizer = None  # tokens only, like the others
         self.engine.warm_up()
 
@@ -156,8 +155,7 @@ class Transformers:
         """[B, 1, V] -> the greedy tokens [B], kept for the next step."""
         self.logits = logits[:, -1].float()
         self.tokens = logits.argmax(-1)  # [B, 1]
-        tokens: list[int] = self.tokens[:, 0].tolist()
-        return tokens
+        return cast(list[int], self.tokens[:, 0].tolist())
 
 
 class LlamaCpp:
@@ -246,15 +244,13 @@ class LlamaCpp:
         return self.tokens
 
     def _decode(self, batch: Any) -> None:
-        status = self.api.llama_decode(self.context, batch)
-        if status:
+        if status := self.api.llama_decode(self.context, batch):
             raise RuntimeError(f"llama_decode returned {status}")
 
     def _choose(self, rows: int) -> list[int]:
         """The greedy tokens of the latest batch's outputs [rows, V] -> [rows]."""
         logits = self.np.ctypeslib.as_array(self.api.llama_get_logits(self.context), (rows, self.config.vocab_size))
-        tokens: list[int] = logits.argmax(1).tolist()
-        return tokens
+        return cast(list[int], logits.argmax(1).tolist())
 
     def _keep_log(self, level: int, text: bytes, user_data: Any) -> None:
         if level != DEBUG:
@@ -330,8 +326,7 @@ def build(entry: Entry, setup: Setup) -> Any:
     if entry.peer.startswith("llama.cpp"):
         gguf = setup.ggufs / f"{entry.weights}.gguf"
         return LlamaCpp(gguf, setup.config, entry.kv, setup.threads, flash=entry.flash, repacked=entry.repacked)
-    compiled = entry.peer == "transformers-compiled"
-    return Transformers(setup.folder, entry.dtype, entry.attention, compiled=compiled)
+    return Transformers(setup.folder, entry.dtype, entry.attention, compiled=entry.peer == "transformers-compiled")
 
 
 def timed_steps(peer: Any, untimed: int, timed: int) -> tuple[list[list[int]], list[float]]:
@@ -400,8 +395,7 @@ class Worker:
 
     def decode(self, tokens: list[int], n: int) -> Decoded:
         """n greedy tokens after the prompt [S]."""
-        found: Decoded = self.call("decode", tokens, n)
-        return found
+        return cast(Decoded, self.call("decode", tokens, n))
 
     def close(self) -> None:
         """End the process and free its memory."""
@@ -427,3 +421,24 @@ class Worker:
 def one_line(error: BaseException) -> str:
     """An exception as one line of a report."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+class Field:
+    """The modes that compete, but for those left out, and what has failed."""
+
+    def __init__(self, setup: Setup, entries: Iterable[Entry], without: Sequence[str]) -> None:
+        self.setup, self.failures = setup, list[str]()
+        self.entries = [entry for entry in entries if entry.mode not in without]
+
+    def attempt(self, entry: Entry, where: str, work: Callable[..., T], *arguments: Any) -> T | None:
+        """What the work gives; None if it fails, which is noted as this mode's alone."""
+        try:
+            return work(*arguments)
+        except (PeerMissing, PeerFailed) as reason:
+            self.fail(entry, where, reason)
+            return None
+
+    def fail(self, entry: Entry, where: str, reason: Exception) -> None:
+        """Note a failure: this entry has no result there."""
+        self.failures.append(f"{entry.label}, {where}: {reason}")
+        print(f"  failed: {self.failures[-1]}", flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring.grid import draft_label
-from measuring.lengths import shown_speedup
+from measuring.points import shown_speedup
 
 Record = dict[str, Any]
 Draw = Callable[[Any], None]
@@ -89,9 +89,13 @@ def over_log2(panel: Any, xs: Sequence[int], xlabel: str = "") -> None:
     panel.set_xlabel(xlabel)
 
 
-def whiskers(values: Sequence[Record]) -> list[list[float]]:
-    """How far each spread reaches below and above the median."""
-    return [[abs(one[end] - one["median"]) for one in values] for end in ("min", "max")]
+def line(panel: Any, xs: Sequence[float], values: Sequence[Any], i: int, label: str) -> None:
+    """A line in the i-th colour through numbers or spreads, which have whiskers from the least to the greatest."""
+    ys, reach = values, None
+    if isinstance(values[0], dict):
+        ys = [one["median"] for one in values]
+        reach = [[abs(one[end] - one["median"]) for one in values] for end in ("min", "max")]
+    panel.errorbar(xs, ys, yerr=reach, fmt="o-", color=color(i), label=label, capsize=2, markersize=4)
 
 
 # ---- over batch and context ------------------------------------------------------------------------------------------
@@ -136,11 +140,8 @@ def draw_speedup(panel: Any, ours: Sequence[Record], over: str, by: str) -> None
     """Speed-up over batch or context, one line per value of the other; thin: to completion."""
     for i, value in enumerate(sorted({r[by] for r in ours})):
         row = sorted((r for r in ours if r[by] == value), key=lambda r: r[over])
-        xs, shown = [r[over] for r in row], [shown_speedup(r) for r in row]
-        panel.errorbar(
-            xs, [one["median"] for one in shown], yerr=whiskers(shown), fmt="o-", color=color(i),
-            label=f"{by} {value:,}", capsize=2, ms=4,
-        )  # fmt: skip
+        xs = [r[over] for r in row]
+        line(panel, xs, [shown_speedup(r) for r in row], i, f"{by} {value:,}")
         panel.plot(xs, [r["speedup"]["completion"]["median"] for r in row], ":", color=color(i), linewidth=0.9)
     panel.axhline(1.0, color="black", linewidth=0.8)
     over_log2(panel, sorted({r[over] for r in ours}))
@@ -183,16 +184,15 @@ def draw_latency(panel: Any, ours: Sequence[Record]) -> None:
 def over_budget(
     title: str,
     results: Sequence[Record],
-    value: Callable[[Record], float],
+    value: Callable[[Record], Any],
     policies: Sequence[str],
     *,
-    ends: Callable[[Record], tuple[float, float]] | None = None,
     level: float | None = None,
     percent: bool = False,
 ) -> Draw:
     """A panel over the budget, one colour per policy; those without a budget are horizontal.
 
-    ends: least and greatest of a value. level: a line to compare with. percent: values are shares.
+    value: a number or a spread of a result. level: a line to compare with. percent: values are shares.
     """
 
     def draw(panel: Any) -> None:
@@ -201,15 +201,11 @@ def over_budget(
             ours = sorted((r for r in results if r["policy"] == policy), key=lambda r: r["budget"] or 0)
             values = [value(r) for r in ours]
             if ours and ours[0]["budget"] is None:
-                panel.axhline(values[0], color=color(i), linestyle="--", label=policy)
+                level_of = values[0]["median"] if isinstance(values[0], dict) else values[0]
+                panel.axhline(level_of, color=color(i), linestyle="--", label=policy)
             elif ours:
-                aside = 1 + 0.02 * (i - len(policies) / 2) if ends else 1.0  # whiskers side by side
-                least, greatest = zip(*map(ends, ours), strict=True) if ends else (values, values)
-                panel.errorbar(
-                    [r["budget"] * aside for r in ours], values, fmt="o-", color=color(i), label=policy, capsize=2,
-                    markersize=4, yerr=[[abs(v - e) for v, e in zip(values, end, strict=True)] for end in
-                                        (least, greatest)] if ends else None,
-                )  # fmt: skip
+                aside = 1 + 0.02 * (i - len(policies) / 2) if isinstance(values[0], dict) else 1.0  # whiskers
+                line(panel, [r["budget"] * aside for r in ours], values, i, policy)
         if level is not None:
             panel.axhline(level, color="black", linewidth=0.8)
         if percent:
@@ -223,7 +219,7 @@ def over_budget(
     return draw
 
 
-def draw_budgets(results: Sequence[Record], title: str, path: Path) -> None:
+def draw_budgets(results: Sequence[Record], title: str, path: Path) -> list[Path]:
     """Panels over the budget: acceptance, tokens per round and, if it was timed, speed with its spread."""
     timed, policies = [r for r in results if r["ratio"]], [*dict.fromkeys(r["policy"] for r in results)]
     panels = [
@@ -231,12 +227,9 @@ def draw_budgets(results: Sequence[Record], title: str, path: Path) -> None:
         over_budget("tokens per round", results, lambda r: r["tokens_per_round"], policies),
     ]
     if timed:
-
-        def ends(r: Record) -> tuple[float, float]:
-            return r["ratio"]["min"], r["ratio"]["max"]
-
-        panels.append(over_budget(SPEED, timed, lambda r: r["ratio"]["median"], policies, level=1.0, ends=ends))
+        panels.append(over_budget(SPEED, timed, lambda r: r["ratio"], policies, level=1.0))
     draw_panels([panels], path, title=title, legend=True)
+    return [path]
 
 
 def draw_acceptance(documents: Sequence[Record], title: str, path: Path) -> None:
@@ -289,7 +282,7 @@ def draw_bars(
     )  # fmt: skip
 
 
-def draw_precisions(points: Sequence[Record], title: str, path: Path) -> None:
+def draw_precisions(points: Sequence[Record], title: str, path: Path) -> list[Path]:
     """Speeds at each precision, plain and with drafts, over plain decoding with nothing quantized; a panel a point."""
     cells = []
     for r in points:
@@ -300,3 +293,4 @@ def draw_precisions(points: Sequence[Record], title: str, path: Path) -> None:
         bars = {label: (found["median"], f" {found['median']:.2f}x") for label, found in speeds.items()}
         cells.append([(f"{r['batch']} x {r['context']:,}, {draft_label(r)}", bars, 1.0)])
     draw_bars(cells, path, title=title, xlabel="speed, times plain decoding with nothing quantized", first="")
+    return [path]

@@ -1,7 +1,11 @@
-"""The results of a point: its figures, their lower bounds, and the tables that show them."""
+"""The results of a point: its figures, their lower bounds, the lengths from which on speculation pays, the tables."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -14,8 +18,7 @@ from measuring import machine
 from measuring.chips import Chip, rates_here
 from measuring.forecast import System
 from measuring.grid import Point, Setting, draft_label
-from measuring.lengths import shown_speedup
-from measuring.tables import Column, Table, shown
+from measuring.tables import Column, Table, number, shown
 from measuring.turns import WAYS, Turns, median_interval, spread, totals, way_of
 
 Record = dict[str, Any]
@@ -31,10 +34,8 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Chip:
 
 def predict(point: Point, system: System, draft: DraftConfig, stats: EngineStats) -> Record:
     """A plain step, a round of the gammas that were run, and the speed-up at the measured tokens per round."""
-    size = point.batch, point.context + system.room / 2
-    plain, a_round = system.plain(*size), system.mean_round(draft, stats.acceptance_rate, *size, stats.rounds_by_gamma)
-    speedup = stats.tokens_per_round * plain / a_round
-    return {"plain_ms": plain * 1e3, "round_ms": a_round * 1e3, "speedup": speedup}
+    kept = stats.acceptance_rate, stats.tokens_per_round, stats.rounds_by_gamma
+    return system.predict(draft, point.batch, point.context + system.room / 2, *kept)
 
 
 def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft: DraftConfig) -> Record:
@@ -59,10 +60,8 @@ def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft:
             "plain": 100 * predicted["plain_ms"] / plain["round_ms"]["round"],
             "round": 100 * predicted["round_ms"] / speculative["round_ms"]["round"],
         },
-        "acceptance_rate": counts.acceptance_rate,
-        "acceptance_by_position": counts.acceptance_by_position,
-        "distinct_4grams": turns.distinct_4grams,
-        "rounds_by_gamma": {str(gamma): n for gamma, n in sorted(counts.rounds_by_gamma.items())},
+        **turns.acceptance,
+        "rounds_by_gamma": turns.rounds_by_gamma,
         "lossless": {
             "compared": is_comparable, "rows": point.batch, "equal": point.batch - len(differences),
             "differences": differences,
@@ -73,7 +72,7 @@ def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft:
             "tokens_per_second": turns.prefill.prefill_tokens_per_second,
         },
         "memory": {
-            "kv_cache_bytes": machine.kv_bytes(engine),
+            "kv_cache_bytes": sum(buffer.nbytes for buffer in engine.cache.buffers),
             "kv_in_use_bytes": point.batch * (point.context + system.room) * engine.cache.bytes_per_token,
             "peak_bytes": machine.peak_bytes(engine.device),
         },
@@ -99,6 +98,83 @@ def more(r: Record) -> str:
     )
 
 
+# ---- the lengths -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The context beyond which something is above a level; of_measured says which of the three cases it is."""
+
+    context: float | None
+    of_measured: str  # "below": above at all of them; "between"; "none": not above at the longest
+
+    def phrase(self, contexts: Sequence[int]) -> str:
+        """The crossing in words."""
+        if self.of_measured == "below":
+            return f"below {min(contexts):,}"
+        return f"{self.context:,.0f}" if self.context is not None else f"none up to {max(contexts):,}"
+
+
+def crossing(contexts: Sequence[int], values: Sequence[float], level: float) -> Crossing:
+    """The context beyond which values stay above the level, interpolated over its log2; contexts are ascending."""
+    under = [i for i, value in enumerate(values) if value <= level]
+    if not under:
+        return Crossing(None, "below")
+    last = under[-1]
+    if last == len(values) - 1:
+        return Crossing(None, "none")
+    share = (level - values[last]) / (values[last + 1] - values[last])
+    low, high = math.log2(contexts[last]), math.log2(contexts[last + 1])
+    return Crossing(2 ** (low + share * (high - low)), "between")
+
+
+def shown_speedup(record: Record) -> Record:
+    """The steady speed-up or, if runs were too short for one, that to completion."""
+    found: Record = record["speedup"]["steady"] or record["speedup"]["completion"]
+    return found
+
+
+def lengths_of(points: Sequence[Record]) -> list[Record]:
+    """Break-even of every batch and critical length of every draft, JSON-ready."""
+    found = []
+    for draft in dict.fromkeys(map(draft_label, points)):
+        ours = [r for r in points if draft_label(r) == draft]
+        table = {(r["batch"], r["context"]): shown_speedup(r)["median"] for r in ours}
+        batches, contexts = sorted({b for b, _ in table}), sorted({c for _, c in table})
+        for batch in batches:
+            there = [c for c in contexts if (batch, c) in table]
+            at = crossing(there, [table[batch, c] for c in there], 1.0)
+            found.append(_record("break-even", draft, batch, at, there))
+        by_context = {c: [b for b in batches if (b, c) in table] for c in contexts}
+        there = [c for c in contexts if len(by_context[c]) > 1]
+        if there:
+            slopes = [
+                linear_regression([math.log2(b) for b in by_context[c]], [table[b, c] for b in by_context[c]]).slope
+                for c in there
+            ]
+            at = crossing(there, slopes, 0.0)
+            found.append(_record("critical length", draft, None, at, there) | {"slopes": slopes})
+    return found
+
+
+def _record(kind: str, draft: str, batch: int | None, at: Crossing, contexts: Sequence[int]) -> Record:
+    return {
+        "kind": kind, "draft": draft, "batch": batch, "context": at.context, "of_measured": at.of_measured,
+        "phrase": at.phrase(contexts), "contexts": list(contexts),
+    }  # fmt: skip
+
+
+def lines_of(lengths: Sequence[Record]) -> list[str]:
+    """Break-even and critical lengths, one line per draft."""
+    lines = []
+    for draft in dict.fromkeys(r["draft"] for r in lengths):
+        ours = [r for r in lengths if r["draft"] == draft]
+        evens = ", ".join(f"batch {r['batch']} {r['phrase']}" for r in ours if r["kind"] == "break-even")
+        found = (f"{r['phrase']} tokens" for r in ours if r["kind"] == "critical length")
+        lines.append(f"{draft}: critical length {next(found, 'needs two batches')}; break-even at {evens}")
+    return lines
+
+
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
@@ -120,12 +196,6 @@ def distinct_text(record: Record) -> str:
     return ", ".join(shown(found[way], ".0%") for way in WAYS)
 
 
-def equal_text(record: Record) -> str:
-    """How many greedy rows equal plain decoding."""
-    found = record["lossless"]
-    return f"{found['equal']}/{found['rows']}" if found["compared"] else "-"
-
-
 def ends_text(found: Record) -> str:
     """The least and the greatest of the pairs."""
     return f"({found['min']:.2f} to {found['max']:.2f})"
@@ -136,46 +206,40 @@ def ratio_text(found: Record) -> str:
     return f"{found['median']:.2f}x {ends_text(found)}"
 
 
+POINT = (
+    number("context", "context", ","), number("batch", "batch"), Column("draft", draft_label, 34, left=True),
+)  # fmt: skip
+PLAIN = Column("plain/s", lambda r: shown(speed_of(r["plain"]), ",.0f"))
+SPECULATIVE = Column("spec./s", lambda r: shown(speed_of(r["speculative"]), ",.0f"))
+ACCEPTED, YIELD = number("accept", "acceptance_rate", ".1%"), number("tok/round", "speculative.tokens_per_round", ".2f")
+PARTS = Column("round ms = draft + verify + host", lambda r: round_text(r["speculative"]["round_ms"]), 34, left=True)
+DISTINCT = Column("distinct 4-grams", distinct_text)
 SIZES = Table(
-    Column("context", lambda r: f"{r['context']:,}"), Column("batch", lambda r: str(r["batch"])),
-    Column("draft", draft_label, 34, left=True),
-    Column("plain/s", lambda r: shown(speed_of(r["plain"]), ",.0f")),
-    Column("spec./s", lambda r: shown(speed_of(r["speculative"]), ",.0f")),
+    *POINT, PLAIN, SPECULATIVE,
     Column("steady", lambda r: f"{shown_speedup(r)['median']:.2f}x"),
     Column("least, greatest", lambda r: ends_text(shown_speedup(r)), left=True),
-    Column("to end", lambda r: f"{r['speedup']['completion']['median']:.2f}x"),
-    Column("pred.", lambda r: shown(r["predicted"]["speedup"], ".2f")),
-    Column("accept", lambda r: f"{r['acceptance_rate']:.1%}"),
-    Column("distinct 4-grams", distinct_text),
-    Column("tok/round", lambda r: f"{r['speculative']['tokens_per_round']:.2f}"),
-    Column("round ms = draft + verify + host", lambda r: round_text(r["speculative"]["round_ms"]), 34, left=True),
-    Column("equal", equal_text),
+    number("to end", "speedup.completion.median", ".2f", unit="x"), number("pred.", "predicted.speedup", ".2f"),
+    ACCEPTED, DISTINCT, YIELD, PARTS,
+    Column("equal", lambda r: f"{r['lossless']['equal']}/{r['batch']}" if r["lossless"]["compared"] else "-"),
 )  # fmt: skip
-
-
+PRECISIONS = Table(
+    *POINT, Column("cache/drafts/weights", lambda r: r["precision"], left=True), PLAIN,
+    Column("of unquantized", lambda r: ratio_text(r["plain_over_unquantized"]), 22), SPECULATIVE,
+    Column("of its own plain", lambda r: ratio_text(r["speedup"]["own"]), 22),
+    Column("of unquantized plain", lambda r: ratio_text(r["speedup"]["unquantized"]), 22),
+    ACCEPTED, YIELD, PARTS, DISTINCT,
+    Column("equal", lambda r: "-" if r["temperature"] else f"{r['equal']}/{r['batch']}"),
+)  # fmt: skip
 BUDGETS = Table(
-    Column("policy", lambda r: r["policy"], 20, left=True),
-    Column("budget", lambda r: shown(r["budget"], ",")),
-    Column("acceptance", lambda r: f"{r['acceptance_rate']:.1%}"),
-    Column("tokens/round", lambda r: f"{r['tokens_per_round']:.2f}"),
-    Column("distinct 4-grams", distinct_text),
+    Column("policy", lambda r: r["policy"], 20, left=True), number("budget", "budget", ","),
+    number("acceptance", "acceptance_rate", ".1%"), number("tokens/round", "tokens_per_round", ".2f"), DISTINCT,
     Column("ms/round", lambda r: shown(r["speculative_ms"] and r["speculative_ms"]["round"], ".2f")),
     Column("plain ms", lambda r: shown(r["plain_ms"] and r["plain_ms"]["round"], ".2f")),
     Column("speed", lambda r: f"{r['ratio']['median']:.2f}x" if r["ratio"] else "-"),
     Column("least, greatest", lambda r: ends_text(r["ratio"]) if r["ratio"] else "", left=True),
-)
-
-
+)  # fmt: skip
 POLICIES = Table(
     Column("policy", lambda r: Setting(policy=r["policy"], budget=r["budget"]).label, 26, left=True),
-    Column("equal", lambda r: f"{r['equal']}/{r['prompts']}", 9),
-    Column("acceptance", lambda r: f"{r['acceptance_rate']:.1%}"),
-    Column("tokens/round", lambda r: f"{r['tokens_per_round']:.2f}"),
-    Column("recompiles", lambda r: str(r["recompiles"])),
-)
-
-
-def difference_text(one: Record) -> str:
-    """A difference in words."""
-    gap = "not examined" if one["gap"] is None else f"logits {one['gap']:.2g} apart"
-    return f"    prompt {one['row']} from token {one['position']} on ({gap})"
+    Column("equal", lambda r: f"{r['equal']}/{r['prompts']}", 9), number("acceptance", "acceptance_rate", ".1%"),
+    number("tokens/round", "tokens_per_round", ".2f"), number("recompiles", "recompiles"),
+)  # fmt: skip

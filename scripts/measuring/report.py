@@ -52,11 +52,16 @@ class Way:
         ranked = sorted(runs, key=lambda stats: stats.decode_tokens_per_second)
         return cls(stats=ranked[len(runs) // 2], speeds=[stats.decode_tokens_per_second for stats in runs])
 
+    @property
+    def speed(self) -> float:
+        """Tokens/s of the run that represents all."""
+        return self.stats.decode_tokens_per_second
+
     def as_dict(self) -> Json:
         """The figures that the page compares, JSON-ready."""
         stats, rounds = self.stats, max(1, self.stats.rounds)
         return {
-            "speed": stats.decode_tokens_per_second,
+            "speed": self.speed,
             "speeds": list(self.speeds),
             "tokens": stats.decode_tokens,
             "rounds": stats.rounds,
@@ -154,19 +159,16 @@ class Recorder:
         self.whole = self.whole or not event.verify_seconds
         if number < MOST_ROUNDS:
             seconds = event.seconds, event.draft_seconds, event.verify_seconds, event.prefill_seconds
-            counts = len(event.events), sum(e.drafted for e in event.events), sum(e.accepted for e in event.events)
-            self.rounds.append([event.gamma, *(round(1e3 * s, 2) for s in seconds), *counts])
+            sums = len(event.events), sum(e.drafted for e in event.events), sum(e.accepted for e in event.events)
+            self.rounds.append([event.gamma, *(round(1e3 * s, 2) for s in seconds), *sums])
         for one in event.events:
-            self._count(one.drafted, one.accepted)
+            for counts, n in ((self.drafted, one.drafted), (self.accepted, one.accepted)):
+                counts.extend([0] * (one.drafted - len(counts)))
+                counts[:n] = [count + 1 for count in counts[:n]]
             if one.index in self.texts:
                 self._take(self.texts[one.index], number, one)
                 if one.index in event.read:
                     self.texts[one.index].views.add(number, event.read[one.index])
-
-    def _count(self, drafted: int, accepted: int) -> None:
-        for counts, n in ((self.drafted, drafted), (self.accepted, accepted)):
-            counts.extend([0] * (drafted - len(counts)))
-            counts[:n] = [count + 1 for count in counts[:n]]
 
     def _take(self, text: _Text, number: int, event: TokenEvent) -> None:
         sources = [self.sources.index(source) for source in event.sources]

@@ -9,13 +9,14 @@ rows; and an engine at rest should hold no more memory than it did before.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,7 +28,7 @@ from gpt_fast_sd.policies.registry import heeds
 from measuring import lossless
 from measuring.grid import Setting
 from measuring.lossless import Finding, dtypes_of
-from measuring.machine import allocated_bytes, resident_bytes
+from measuring.machine import allocated_bytes, process_bytes
 
 LEFT = 0.25  # share of the calls that are left half-way
 LATE = 0.3  # share of the times that a prompt lets the engine wait
@@ -117,45 +118,6 @@ def finding(found: Soaked) -> Finding:
     return Finding("soak", passed, text, asdict(found) | {"growth": growth})
 
 
-def soak(
-    engine: Engine,
-    drafts: Sequence[DraftConfig],
-    texts: Sequence[Sequence[int]],
-    seconds: float,
-    *,
-    seed: int = 0,
-    longest: int = 400,
-    most_tokens: int = 48,
-    calls: int = 3,
-    progress: Callable[[Soaked], object] = lambda so_far: None,
-) -> Soaked:
-    """Let an engine work for so many seconds, at least once through all drafts; what was wrong is told, not raised.
-
-    texts: tokens that prompts of up to longest tokens are cut from. calls: of a draft before it changes; no draft may
-    need a draft model. progress is called after each change.
-    """
-    rng, found, began = random.Random(seed), Soaked(), time.perf_counter()
-    known: dict[DraftConfig, list[tuple[Request, list[int]]]] = {}
-    while (at := len(found.rests)) < len(drafts) or time.perf_counter() - began < seconds:
-        draft = drafts[at] if at < len(drafts) else rng.choice(drafts)
-        engine.redraft(draft)
-        recompiles = 0
-        for _ in range(calls):
-            before = known.setdefault(draft, [])
-            n = rng.randint(1, 3 * engine.config.batch_size)  # so that slots are filled again, or some stay empty
-            requests = [_request(rng, engine, texts, longest, most_tokens, before) for _ in range(n)]
-            outputs = _decoded(rng, engine, requests, found)
-            recompiles += engine.stats.recompiles
-            for request, output in zip(requests, outputs, strict=True):
-                if output is not None:
-                    _check(engine, draft, request, output, before, found)
-        gc.collect()
-        seconds_so_far, held = time.perf_counter() - began, (resident_bytes(), allocated_bytes(engine.device))
-        found.rests.append(Rest(seconds_so_far, name_of(draft), *held, engine.schedule.rounds.graphs, recompiles))
-        progress(found)
-    return found
-
-
 def name_of(draft: DraftConfig) -> str:
     """Who drafts, in words."""
     reads = "budget" in heeds(draft.policy)
@@ -164,80 +126,114 @@ def name_of(draft: DraftConfig) -> str:
     return ", ".join(parts)
 
 
-def _request(
-    rng: random.Random,
-    engine: Engine,
-    texts: Sequence[Sequence[int]],
-    longest: int,
-    most_tokens: int,
-    before: Sequence[tuple[Request, list[int]]],
-) -> Request:
-    """A random prompt and how it is continued, or one of before."""
-    if before and rng.random() < AGAIN:
-        return rng.choice(before)[0]
-    text = rng.choice(texts)
-    n = min(rng.choice([1, 2, rng.randint(1, longest), rng.randint(1, longest)]), len(text))
-    start = rng.randrange(len(text) - n + 1)
-    how = rng.choice(KINDS) if rng.random() < 0.5 else {}
-    room = max(1, min(most_tokens, engine.config.max_seq_len - n))
-    seed = rng.randrange(2**62)
-    params = SamplingParams(max_tokens=rng.randint(1, room), seed=seed, ignore_eos=rng.random() < 0.5, **how)
-    return tuple(text[start : start + n]), params
+@dataclass(kw_only=True)
+class Soak:
+    """A soak of one engine: what it is asked, what was answered before, and what was found.
+
+    texts: tokens that prompts of up to longest tokens are cut from. calls: of a draft before it changes.
+    """
+
+    engine: Engine
+    texts: Sequence[Sequence[int]]
+    longest: int
+    most_tokens: int
+    calls: int
+    rng: random.Random
+    found: Soaked = field(default_factory=Soaked)
+    known: dict[DraftConfig, list[tuple[Request, list[int]]]] = field(default_factory=dict)
+
+    def turn(self, draft: DraftConfig, began: float) -> None:
+        """The calls of one draft, checked, and then a rest."""
+        self.engine.redraft(draft)
+        recompiles, before = 0, self.known.setdefault(draft, [])
+        for _ in range(self.calls):
+            # so that slots are filled again, or some stay empty
+            requests = [self.request(before) for _ in range(self.rng.randint(1, 3 * self.engine.config.batch_size))]
+            outputs = self.decoded(requests)
+            recompiles += self.engine.stats.recompiles
+            for request, output in zip(requests, outputs, strict=True):
+                if output is not None:
+                    self.check(draft, request, output)
+        gc.collect()
+        so_far, held = time.perf_counter() - began, (process_bytes("VmRSS"), allocated_bytes(self.engine.device))
+        self.found.rests.append(Rest(so_far, name_of(draft), *held, self.engine.schedule.rounds.graphs, recompiles))
+
+    def request(self, before: Sequence[tuple[Request, list[int]]]) -> Request:
+        """A random prompt and how it is continued, or one of before."""
+        rng = self.rng
+        if before and rng.random() < AGAIN:
+            return rng.choice(before)[0]
+        text = rng.choice(self.texts)
+        n = min(rng.choice([1, 2, rng.randint(1, self.longest), rng.randint(1, self.longest)]), len(text))
+        start = rng.randrange(len(text) - n + 1)
+        how = rng.choice(KINDS) if rng.random() < 0.5 else {}
+        room = max(1, min(self.most_tokens, self.engine.config.max_seq_len - n))
+        seed = rng.randrange(2**62)
+        params = SamplingParams(max_tokens=rng.randint(1, room), seed=seed, ignore_eos=rng.random() < 0.5, **how)
+        return tuple(text[start : start + n]), params
+
+    def decoded(self, requests: Sequence[Request]) -> list[list[int] | None]:
+        """The outputs of requests, None for one that was not finished when the call was left."""
+        rng, found = self.rng, self.found
+        found.calls += 1
+        found.requests += len(requests)
+        outputs: list[list[int] | None] = [None] * len(requests)
+        ends = rng.randint(1, 4 * len(requests)) if rng.random() < LEFT else None  # events after which it is left
+        late = rng.random() < 0.5
+
+        def coming() -> Iterator[tuple[list[int], SamplingParams] | None]:
+            for ids, params in requests:
+                while late and rng.random() < LATE:
+                    yield None
+                yield list(ids), params
+
+        with contextlib.closing(self.engine.stream(coming())) as stream:  # type: ignore[type-var]
+            for n, event in enumerate(stream, 1):
+                found.tokens += len(event.tokens)
+                if event.completion:
+                    outputs[event.index] = event.completion.tokens
+                if n == ends:
+                    found.left += 1
+                    break
+        return outputs
+
+    def check(self, draft: DraftConfig, request: Request, output: list[int]) -> None:
+        """Compare an output with a forward if it is greedy, else with what this request gave before."""
+        (prompt, params), before, found = request, self.known[draft], self.found
+        if params.temperature == 0:
+            found.greedy += 1
+            found.ties += _ties(self.engine, draft, prompt, output, found)
+            return
+        if draft.gamma == "auto":
+            return  # which depends on measured times
+        earlier = next((tokens for one, tokens in before if one == request), None)
+        if earlier is None:
+            before[:] = [*before[-KEPT + 1 :], (request, output)]
+            return
+        found.again += 1
+        if earlier != output:
+            where = lossless.first_difference(earlier, output)
+            found.wrong.append(
+                f"{name_of(draft)}: a prompt of {len(prompt):,} tokens, seed {params.seed}, gave other tokens than "
+                f"before, from new token {where} on"
+            )
 
 
-def _decoded(rng: random.Random, engine: Engine, requests: Sequence[Request], found: Soaked) -> list[list[int] | None]:
-    """The outputs of requests, None for one that was not finished when the call was left."""
-    found.calls += 1
-    found.requests += len(requests)
-    outputs: list[list[int] | None] = [None] * len(requests)
-    ends = rng.randint(1, 4 * len(requests)) if rng.random() < LEFT else None  # events after which it is left
-    late = rng.random() < 0.5
+def soak(
+    engine: Engine, drafts: Sequence[DraftConfig], texts: Sequence[Sequence[int]], seconds: float, *, seed: int = 0,
+    longest: int = 400, most_tokens: int = 48, calls: int = 3,
+    progress: Callable[[Soaked], object] = lambda so_far: None,
+) -> Soaked:  # fmt: skip
+    """Let an engine work for so many seconds, at least once through all drafts; what was wrong is told, not raised.
 
-    def coming() -> Iterator[tuple[list[int], SamplingParams] | None]:
-        for ids, params in requests:
-            while late and rng.random() < LATE:
-                yield None
-            yield list(ids), params
-
-    stream = engine.stream(coming())
-    for n, event in enumerate(stream, 1):
-        found.tokens += len(event.tokens)
-        if event.completion:
-            outputs[event.index] = event.completion.tokens
-        if n == ends:
-            found.left += 1
-            break
-    stream.close()  # type: ignore[attr-defined]
-    return outputs
-
-
-def _check(
-    engine: Engine,
-    draft: DraftConfig,
-    request: Request,
-    output: list[int],
-    before: list[tuple[Request, list[int]]],
-    found: Soaked,
-) -> None:
-    """Compare an output with a forward if it is greedy, else with what this request gave before."""
-    prompt, params = request
-    if params.temperature == 0:
-        found.greedy += 1
-        found.ties += _ties(engine, draft, prompt, output, found)
-        return
-    if draft.gamma == "auto":
-        return  # which depends on measured times
-    earlier = next((tokens for one, tokens in before if one == request), None)
-    if earlier is None:
-        before[:] = [*before[-KEPT + 1 :], (request, output)]
-        return
-    found.again += 1
-    if earlier != output:
-        where = lossless.first_difference(earlier, output)
-        found.wrong.append(
-            f"{name_of(draft)}: a prompt of {len(prompt):,} tokens, seed {params.seed}, gave other tokens than "
-            f"before, from new token {where} on"
-        )
+    No draft may need a draft model; see Soak. progress is called after each change.
+    """
+    rng, began = random.Random(seed), time.perf_counter()
+    one = Soak(engine=engine, texts=texts, longest=longest, most_tokens=most_tokens, calls=calls, rng=rng)
+    while (at := len(one.found.rests)) < len(drafts) or time.perf_counter() - began < seconds:
+        one.turn(drafts[at] if at < len(drafts) else rng.choice(drafts), began)
+        progress(one.found)
+    return one.found
 
 
 def _ties(engine: Engine, draft: DraftConfig, prompt: Sequence[int], output: Sequence[int], found: Soaked) -> int:
@@ -290,5 +286,4 @@ def _logits(engine: Engine, ids: Sequence[int], last: int) -> torch.Tensor:
     padded = [*ids[:-1], *[0] * (-n % LENGTHS)]
     tokens = torch.tensor([padded], device=model.embedding.weight.device)
     hidden = model.hidden(tokens, torch.arange(len(padded), device=tokens.device)[None], CausalSelf())[0, n - last : n]
-    logits: torch.Tensor = model.output(hidden).float()
-    return logits
+    return cast(torch.Tensor, model.output(hidden).float())

@@ -26,6 +26,17 @@ class Column:
         return f"{text:<{width}}" if self.left else f"{text:>{width}}"
 
 
+def number(heading: str, key: str, how: str = "", width: int = 0, unit: str = "") -> Column:
+    """A column of a figure in this format, of a nested one as in "plain.round_ms"; a dash where there is none."""
+
+    def text(row: Any) -> str:
+        for part in key.split("."):
+            row = row[part]
+        return "-" if row is None else f"{row:{how}}{unit}"
+
+    return Column(heading, text, width)
+
+
 class Table:
     """Columns in order, none narrower than its heading. Rows are whatever the columns can show."""
 

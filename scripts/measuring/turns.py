@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from gpt_fast_sd.config import SamplingParams
 from gpt_fast_sd.engine import Engine
@@ -17,6 +17,8 @@ from measuring.roofline import omega
 
 SHORT = 16  # new tokens of the untimed runs: every step has run once, and all slots are prefilled
 WAYS = ("plain", "speculative")
+T = TypeVar("T")
+Way = TypeVar("Way")
 Record = dict[str, Any]
 
 
@@ -118,9 +120,19 @@ class Turns:
         return [{"row": row, "position": found[row]} for row in sorted(found)]
 
     @property
-    def distinct_4grams(self) -> Record:
-        """The share of distinct runs of four tokens in the outputs of each way."""
-        return {way: distinct_4grams([row for one in getattr(self, way) for row in one.outputs]) for way in WAYS}
+    def acceptance(self) -> Record:
+        """How many drafts were kept, and how much of the outputs repeats itself; JSON-ready."""
+        counts = self.counts
+        outputs = {way: [row for one in getattr(self, way) for row in one.outputs] for way in WAYS}
+        return {
+            "acceptance_rate": counts.acceptance_rate, "acceptance_by_position": counts.acceptance_by_position,
+            "distinct_4grams": {way: distinct_4grams(rows) for way, rows in outputs.items()},
+        }  # fmt: skip
+
+    @property
+    def rounds_by_gamma(self) -> Record:
+        """How many speculative rounds drafted each gamma, JSON-ready."""
+        return {str(gamma): n for gamma, n in sorted(self.counts.rounds_by_gamma.items())}
 
     @property
     def by_steps(self) -> float | None:
@@ -138,35 +150,48 @@ class Turns:
         return statistics.median(found) if found else None
 
 
+def in_turns(ways: Sequence[Way], once: Callable[[Way, int], T], more: Callable[[int], object]) -> dict[Way, list[T]]:
+    """The results of each way, which take turns, in every other turn in reversed order; more: whether a turn comes."""
+    found: dict[Way, list[T]] = {way: [] for way in ways}
+    turn = 0
+    while more(turn):
+        for way in ways if turn % 2 == 0 else ways[::-1]:
+            found[way].append(once(way, turn))
+        turn += 1
+    return found
+
+
+def shortened(params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Of untimed runs."""
+    return [replace(p, max_tokens=min(SHORT, p.max_tokens)) for p in params]
+
+
 def take_turns(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    n: int,
-    *,
-    seconds: float = 0.0,
-    progress: Callable[[str], object] = lambda what: None,
-) -> Turns:
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], n: int, *,
+    seconds: float = 0.0, progress: Callable[[str], object] = lambda what: None,
+) -> Turns:  # fmt: skip
     """n pairs of runs after an untimed short one of each kind; the order alternates.
 
     More pairs until they took this many seconds: other work on the machine disturbs short runs.
     """
-    short = [replace(p, max_tokens=min(SHORT, p.max_tokens)) for p in params]
     progress("prefill")
-    prefill = run(engine, prompts, short, speculate=True).stats
-    plain = run(engine, prompts, short, speculate=False).stats
-    turns = Turns(prefill=prefill, capture_seconds=prefill.capture_seconds + plain.capture_seconds)
+    prefill, plain = (run(engine, prompts, shortened(params), speculate=way).stats for way in (True, False))
+    took = 0.0
 
-    def wants_more() -> bool:
-        return len(turns.plain) < n or totals(turns.plain + turns.speculative).decode_seconds < seconds
+    def once(speculate: bool, turn: int) -> Run:
+        nonlocal took
+        done = run(engine, prompts, params, speculate=speculate)
+        took += done.stats.decode_seconds
+        return done
 
-    while engine.parallel.same(wants_more()):  # each process has its own clock
-        pair = len(turns.plain)
-        progress(f"pair {pair + 1} of {max(n, pair + 1)}")
-        for speculate in (False, True) if pair % 2 == 0 else (True, False):
-            done = run(engine, prompts, params, speculate=speculate)
-            (turns.speculative if speculate else turns.plain).append(done)
-    return turns
+    def more(turn: int) -> bool:
+        wanted = bool(engine.parallel.same(turn < n or took < seconds))  # each process has its own clock
+        if wanted:
+            progress(f"pair {turn + 1} of {max(n, turn + 1)}")
+        return wanted
+
+    runs = in_turns((False, True), once, more)
+    return Turns(runs[False], runs[True], prefill, prefill.capture_seconds + plain.capture_seconds)
 
 
 # ---- sums ------------------------------------------------------------------------------------------------------------

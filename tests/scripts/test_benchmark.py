@@ -16,11 +16,10 @@ import benchmark
 from flags import gammas, sizes
 from gpt_fast_sd import DraftConfig, EngineConfig
 from gpt_fast_sd.serving.stats import EngineStats
-from measuring import points, turns
+from measuring import modes, points, turns
 from measuring.chips import Chip, Rates
 from measuring.forecast import System
 from measuring.grid import Point, Setting, name_of
-from measuring.modes import budget, size
 from tests.helpers import Refuses, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,7 +215,7 @@ def test_a_batch_that_no_memory_holds_is_refused_before_its_prompts_are_made(
     sweep: Bench, monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
     monkeypatch.setattr(benchmark.prompts, "round_the_text", None)
-    monkeypatch.setattr(size, "MOST_RANDOM", 1000)
+    monkeypatch.setattr(modes, "MOST_RANDOM", 1000)
     assert sweep.code("--batch 1000000000 --context 40", flags) == 2
     out, err = sweep.capsys.readouterr()
     assert "skipped: batch_size 1000000000 x max_seq_len" in out and "nothing could be measured" in err
@@ -335,7 +334,7 @@ def test_without_pairs_acceptance_is_that_of_timed_runs_and_nothing_is_timed(
         return original(*args, speculate=speculate, **others)
 
     monkeypatch.setattr(turns, "run", noting)
-    monkeypatch.setattr(budget, "run", noting)
+    monkeypatch.setattr(modes, "run", noting)
     flags = "--draft streaming,lookup --temperature 0.8 --pairs"
     assert by_budget.code(flags, "1 --budget 64") == 0
     before = by_budget.results

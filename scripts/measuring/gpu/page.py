@@ -6,19 +6,18 @@ from collections.abc import Mapping, Sequence
 
 from measuring.gpu.setup import Record, Setup
 from measuring.points import SIZES, ratio_text
-from measuring.tables import Column, Table, shown
+from measuring.tables import Column, Table, number, shown
 
 AIMS = {  # speed over plain decoding; shares of the roofline and times of steps stand in benchmarks/h200/README.md
     ("guided", 57344): 3.0, ("snapkv", 57344): 2.4, ("streaming", 28672): 1.9,
 }  # fmt: skip
 WHERE = (
     Column("cell", lambda r: r["cell"]), Column("draft", lambda r: f"{r['arm']} {r['budget']:,}"),
-    Column("its weights", lambda r: r["quantize"] or "the target's"), Column("gamma", lambda r: str(r["gamma"])),
+    Column("its weights", lambda r: r["quantize"] or "the target's"), number("gamma", "gamma"),
 )  # fmt: skip
 ROUNDS = Table(
-    *WHERE, Column("tokens/round", lambda r: f"{r['tokens_per_round']:.2f}"),
-    Column("plain tok/s", lambda r: f"{r['plain_tokens_per_second']:,.0f}"),
-    Column("replay tok/s", lambda r: f"{r['replayed_tokens_per_second']:,.0f}"),
+    *WHERE, number("tokens/round", "tokens_per_round", ".2f"), number("plain tok/s", "plain_tokens_per_second", ",.0f"),
+    number("replay tok/s", "replayed_tokens_per_second", ",.0f"),
     Column("replay speed", lambda r: ratio_text(r["ratio"])),
     Column("aim", lambda r: shown(None if r["quantize"] else AIMS.get((r["arm"], r["context"])), ".1f")),
     Column("cost model: ideal, good public kernels, expected",

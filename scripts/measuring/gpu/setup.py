@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import ModelConfig, Transformer
-from measuring.chips import CHIPS, Chip, chip_of, measure, rates_here
+from measuring.chips import CHIPS, Chip, chip_of, measure, rates_here, seconds_of
 from measuring.ledger import short_name
 from measuring.machine import clocks, environment
 
@@ -104,7 +103,11 @@ class Stopwatch:
             before()
             call()
         if self.device.type != "cuda":
-            return [_clocked(call, before) for _ in range(self.repeats)]
+            seconds = []
+            for _ in range(self.repeats):
+                before()
+                seconds.append(seconds_of(call, self.device))
+            return seconds
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
@@ -122,13 +125,6 @@ class Stopwatch:
             events.append((begin, end))
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) / 1e3 for begin, end in events]
-
-
-def _clocked(call: Callable[[], object], before: Callable[[], object]) -> float:
-    before()
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def difference(out: Tensor, expected: Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.model import StreamDecoder
@@ -95,15 +96,28 @@ class Story:
         )
 
 
+def a_round(*events: TokenEvent, read: dict[int, Tensor] | None = None, gamma: int = 1) -> RoundEvent:
+    """A round of these events; what its times are cannot be read from a page by eye, so they are odd."""
+    times = {"seconds": 123.456789, "draft_seconds": 23.456789, "verify_seconds": 99.999999}
+    return RoundEvent(gamma=gamma, events=[*events], prefill_seconds=12.345678, read=read or {}, **times)
+
+
+def an_event(pieces: Sequence[str], *, drafted: int = 0, accepted: int = 0, index: int = 0) -> TokenEvent:
+    """What a round wrote: token i is the i-th piece; what was refused is the first token, again and again."""
+    sources = ["streaming"] * accepted + ["target"] * (len(pieces) - accepted)
+    return TokenEvent(
+        index=index, tokens=[*range(len(pieces))], text="".join(pieces), pieces=[*pieces], sources=sources,
+        drafted=drafted, accepted=accepted, refused=[0] * (drafted - accepted),
+    )  # fmt: skip
+
+
+def recorder_of(pieces: Sequence[str], *prompts: list[int], most: int = 9, drafter: str = "streaming") -> Recorder:
+    """A recorder of a run on these prompts, each of at most so many tokens."""
+    return Recorder(Pieces(pieces), prompts, [SamplingParams(max_tokens=most)] * len(prompts), [drafter])  # type: ignore[arg-type]
+
+
 def page_of_one_token(text: str) -> str:
     """The page of a run that wrote the text as a single token, after it had refused the same one, behind the same."""
-    recorder = Recorder(Pieces([text]), [[0]], [SamplingParams(max_tokens=1)], ["streaming"])  # type: ignore[arg-type]
-    event = TokenEvent(
-        index=0, tokens=[0], text=text, pieces=[text], sources=["target"], drafted=1, accepted=0, refused=[0]
-    )
-    recorder(
-        RoundEvent(
-            gamma=1, events=[event], seconds=0.1, draft_seconds=0.02, verify_seconds=0.05, prefill_seconds=0.0, read={}
-        )
-    )
+    recorder = recorder_of([text], [0])
+    recorder(a_round(an_event([text], drafted=1)))
     return page(recorder, text, ways={"speculative": Way.of([EngineStats()])}, facts=[(text, text)], verdict=[text])

@@ -211,38 +211,30 @@ def a_bench(arm: str) -> Bench:
     return Bench(dry_setup(), Cell(batch=16, context=57344), ARMS[arm], 2)
 
 
-def row_idles(bench: Bench) -> None:
-    bench.engine.state.active[0] = False
-
-
-def rows_end(bench: Bench) -> None:
-    bench.engine.state.remaining.zero_()
-
-
-def rows_are_short(bench: Bench) -> None:
-    bench.engine.state.seq_len.fill_(9)
-
-
-def nothing_is_due(bench: Bench) -> None:
-    bench.view.selected_at.copy_(bench.engine.state.seq_len)
-
-
-def nothing_is_listed(bench: Bench) -> None:
-    bench.view.kv_indices.fill_(-1)
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (row_idles, "target at gamma 2 is not timed: of 2 rows only 1 are active"),
-        (rows_are_short, "target at gamma 2 is not timed: rows read 10 to 10 keys, not 321 to 321"),
-        (nothing_is_listed, "draft at gamma 2 is not timed: rows read .* keys, not 89 to 130"),
-        (rows_end, r"judge at gamma 2 is not timed: tokens emitted and judged are \[\[\d, 0\]"),
-        (nothing_is_due, "select at gamma 2 is not timed: 0 of 2 rows have selected"),
+        (
+            lambda one: one.engine.state.active[:1].fill_(False),
+            "target at gamma 2 is not timed: of 2 rows only 1 are active",
+        ),
+        (
+            lambda one: one.engine.state.seq_len.fill_(9),
+            "target at gamma 2 is not timed: rows read 10 to 10 keys, not 321 to 321",
+        ),
+        (lambda one: one.view.kv_indices.fill_(-1), "draft at gamma 2 is not timed: rows read .* keys, not 89 to 130"),
+        (
+            lambda one: one.engine.state.remaining.zero_(),
+            r"judge at gamma 2 is not timed: tokens emitted and judged are \[\[\d, 0\]",
+        ),
+        (
+            lambda one: one.view.selected_at.copy_(one.engine.state.seq_len),
+            "select at gamma 2 is not timed: 0 of 2 rows have selected",
+        ),
     ],
 )
 def test_a_call_that_does_not_do_what_it_is_timed_for_is_an_error_and_has_no_seconds(
-    wrong: Callable[[Bench], None], said: str, monkeypatch: pytest.MonkeyPatch
+    wrong: Callable[[Bench], object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = Bench.restore_state
 

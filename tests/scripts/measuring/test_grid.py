@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from measuring.grid import (
     COMMON,
     Point,
     Setting,
-    Sweep,
     buildable,
     draft_fields,
     draft_label,
@@ -23,6 +23,7 @@ from measuring.grid import (
     known_drafters,
     settings_of,
 )
+from measuring.modes import Mode
 from tests.helpers import ByteTokenizer, few, random_ids, tiny_model
 
 
@@ -130,11 +131,16 @@ def test_a_draft_is_named_with_budget_gamma_and_temperature() -> None:
     assert draft_label(point().key | {"temperature": 0.8}) == "streaming 64, gamma 4, T 0.8"
 
 
-class Engines:
-    """A sweep whose engines only say what is done with them."""
+class Engines(Mode):
+    """A measurement whose engines only say what is done with them."""
 
     def __init__(self, *, too_long: int = 10**6, odd: str = "", broken: int = 0) -> None:
         self.too_long, self.odd, self.broken, self.said = too_long, odd, broken, list[str]()
+        args, parallel = SimpleNamespace(exact=False), Parallel(torch.device("cpu"))
+        self.job: Any = SimpleNamespace(args=args, parallel=parallel, draft=self.draft)
+
+    def draft(self, point: Point) -> DraftConfig:
+        return point.setting.draft(point.gamma, {"draft_model": "bundled"})
 
     def build(self, batch: int, context: int, draft: DraftConfig | None) -> Any:
         if context > self.too_long:
@@ -157,47 +163,41 @@ class Engines:
             raise torch.OutOfMemoryError("no memory is left")
         return {"context": point.context}
 
-    def run(self, points: list[Point]) -> list[str]:
-        sweep = Sweep(
-            parallel=Parallel(torch.device("cpu")), exact=False, build=self.build, measure=self.measure,
-            draft=lambda point: point.setting.draft(point.gamma, {"draft_model": "bundled"}),
-            done=lambda point, found: self.said.append(
-                f"{type(found).__name__}" if isinstance(found, Exception) else f"done {point.context}"
-            ),
-        )  # fmt: skip
-        sweep.run(points)
-        return self.said
+    def _taken(self, point: Point, found: dict[str, Any] | Exception) -> None:
+        self.said.append(type(found).__name__ if isinstance(found, Exception) else f"done {point.context}")
 
 
-def test_one_engine_is_built_for_a_batch_and_drafts_are_exchanged() -> None:
-    points = [
-        point(policy, context=context) for policy in ("streaming", "lookup", "standalone") for context in (50, 90)
-    ]
-    assert Engines().run(points) == [
-        "build 1 x 90", "streaming", "done 50", "done 90", "lookup", "done 50", "done 90",
-        "build 1 x 90 for standalone", "done 50", "done 90",
-    ]  # fmt: skip
+ORDERS: dict[str, tuple[dict[str, Any], list[Point], list[str]]] = {
+    "one engine is built for a batch, and drafts are exchanged": (
+        {}, [point(policy, context=n) for policy in ("streaming", "lookup", "standalone") for n in (50, 90)],
+        ["build 1 x 90", "streaming", "done 50", "done 90", "lookup", "done 50", "done 90",
+         "build 1 x 90 for standalone", "done 50", "done 90"],
+    ),
+    "what is too long leaves an engine for the others": (
+        {"too_long": 60}, [point(context=50), point(context=90), point(context=60)],
+        ["ValueError", "build 1 x 60", "streaming", "done 50", "done 60"],
+    ),
+    "a policy that does not fit is skipped and the others go on": (
+        {"odd": "quest"}, [point("quest"), point("quest", context=60), point("lookup")],
+        ["build 1 x 100", "ValueError", "ValueError", "build 1 x 100", "lookup", "done 100"],
+    ),
+    "a policy for which no engine can be built is skipped and the others go on": (  # once all of its length were
+        {"odd": "quantized"},
+        [point("quantized", context=50), point("quantized"), point("lookup"), point("streaming", context=50)],
+        ["ValueError", "ValueError", "build 1 x 100", "lookup", "done 100", "streaming", "done 50"],
+    ),
+    "what fails while it is measured gets the others a new engine": (
+        {"broken": 60}, [point(context=50), point(context=60), point(context=70)],
+        ["build 1 x 70", "streaming", "done 50", "OutOfMemoryError", "build 1 x 70", "streaming", "done 70"],
+    ),
+}  # fmt: skip
 
 
-def test_what_is_too_long_leaves_an_engine_for_the_others() -> None:
-    said = Engines(too_long=60).run([point(context=50), point(context=90), point(context=60)])
-    assert said == ["ValueError", "build 1 x 60", "streaming", "done 50", "done 60"]
-
-
-def test_a_policy_that_does_not_fit_is_skipped_and_the_others_go_on() -> None:
-    said = Engines(odd="quest").run([point("quest"), point("quest", context=60), point("lookup")])
-    assert said == ["build 1 x 100", "ValueError", "ValueError", "build 1 x 100", "lookup", "done 100"]
-
-
-def test_a_policy_for_which_no_engine_can_be_built_is_skipped_and_the_others_go_on() -> None:
-    """Once all that was left of the same length was skipped with it."""
-    points = [point("quantized", context=50), point("quantized"), point("lookup"), point("streaming", context=50)]
-    said = Engines(odd="quantized").run(points)
-    assert said == ["ValueError", "ValueError", "build 1 x 100", "lookup", "done 100", "streaming", "done 50"]
-
-
-def test_what_fails_while_it_is_measured_gets_the_others_a_new_engine() -> None:
-    said = Engines(broken=60).run([point(context=50), point(context=60), point(context=70)])
-    assert said == [
-        "build 1 x 70", "streaming", "done 50", "OutOfMemoryError", "build 1 x 70", "streaming", "done 70"
-    ]  # fmt: skip
+@pytest.mark.parametrize(("engines", "points", "said"), ORDERS.values(), ids=ORDERS)
+def test_points_share_engines_and_a_failure_costs_no_other(
+    engines: dict[str, Any], points: list[Point], said: list[str]
+) -> None:
+    one = Engines(**engines)
+    for group in groups(points, exact=False):
+        one.measure_group(group)
+    assert one.said == said

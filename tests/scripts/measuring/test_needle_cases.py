@@ -1,9 +1,13 @@
-"""Cases whose answer stands far back, and the sums of what drafts come to on them."""
+"""Cases whose answer stands far back, the sums of what drafts come to on them, and how far logits are from others."""
 
 from __future__ import annotations
 
-import pytest
+import math
 
+import pytest
+import torch
+
+from evaluate import distance
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import load_tokenizer, read_config
 from measuring.needles import KINDS, Cases, summarize
@@ -44,3 +48,15 @@ def test_the_lead_over_streaming_is_that_of_the_same_prompts() -> None:
     assert 0 <= low < 0.5 < high <= 1
     right = summary["right", "streaming"]
     assert (right["n"], right["acceptance_rate"]) == (2, 0.0)
+
+
+def test_the_logits_that_are_compared_are_those_of_the_tokens_that_came() -> None:
+    own, theirs = torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([[1.0, 0.0], [3.0, 1.0]])
+    found = distance("book", torch.tensor([0, 1]), own, theirs)
+    nll = math.log1p(math.exp(-2.0))
+    assert found["perplexity"] == pytest.approx(math.exp(nll))
+    assert found["same_best"] == 0.5
+    # centred: own +-1, +-1 and theirs +-0.5, +-1, the second the other way round
+    assert found["logit_error"] == pytest.approx(math.sqrt((0.25 + 4.0) / 2) / math.sqrt((0.25 + 1.0) / 2))
+    shifted = distance("book", torch.tensor([0, 1]), own + 5.0, theirs)
+    assert shifted["logit_error"] == pytest.approx(found["logit_error"])  # a constant changes no choice

@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.serving.requests import RoundEvent, TokenEvent
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring import Recorder, Way, page
 from measuring.report import DIGITS, MOST_BYTES, MOST_REQUESTS, MOST_ROUNDS, WIDTH, digits, in_script
 from tests.helpers import ByteTokenizer, random_ids, tiny_model
-from tests.scripts.measuring.runs import NASTY, Pieces, Story, page_of_one_token
+from tests.scripts.measuring.runs import NASTY, Story, a_round, an_event, page_of_one_token, recorder_of
 
 SCRIPT = re.compile(r'<script type="application/json" id="run">(.*?)</script>', re.DOTALL)
 
@@ -103,17 +101,8 @@ def test_a_token_that_would_end_the_script_is_one_of_its_texts() -> None:
 
 
 def test_half_a_surrogate_pair_is_kept_as_it_is() -> None:
-    tokenizer = Pieces(["\ud83d", "\ude42", "x"])
-    recorder = Recorder(tokenizer, [[2]], [SamplingParams(max_tokens=2)])  # type: ignore[arg-type]
-    event = TokenEvent(
-        index=0, tokens=[0, 1], text="\ud83d\ude42", pieces=["\ud83d", "\ude42"], sources=["target"] * 2,
-        drafted=0, accepted=0,
-    )  # fmt: skip
-    recorder(
-        RoundEvent(
-            gamma=0, events=[event], seconds=0.1, draft_seconds=0, verify_seconds=0.1, prefill_seconds=0, read={}
-        )
-    )
+    recorder = recorder_of(["\ud83d", "\ude42", "x"], [2])
+    recorder(a_round(an_event(["\ud83d", "\ude42"])))
     html = page(recorder, "half", ways={"plain": Way.of([EngineStats()])})
     assert html.isascii() or html.encode("utf-8")
     assert run_of(html)["requests"][0]["rounds"][0][1] == ["\ud83d", "\ude42"]
@@ -127,24 +116,12 @@ def test_json_in_a_script_refuses_what_is_not_json() -> None:
 
 def long_run(n_requests: int, n_rounds: int, piece: str) -> Recorder:
     """Rounds of 17 such tokens for each request, of which the drafts of every second are refused, all views full."""
-    params = [SamplingParams(max_tokens=17 * n_rounds)] * n_requests
-    recorder = Recorder(Pieces([piece]), [[0] * 5000] * n_requests, params, ["streaming"])  # type: ignore[arg-type]
-    read = torch.rand(5000 + 17 * n_rounds)
+    recorder = recorder_of([piece] * 17, *[[0] * 5000] * n_requests, most=17 * n_rounds)
+    read = dict.fromkeys(range(n_requests), torch.rand(5000 + 17 * n_rounds))
     for number in range(n_rounds):
         kept = 0 if number % 2 else 16
-        events = [
-            TokenEvent(
-                index=index, tokens=[0] * (kept + 1), text="", drafted=16, accepted=kept, pieces=[piece] * (kept + 1),
-                refused=[0] * (16 - kept), sources=["streaming"] * kept + ["target"],
-            )
-            for index in range(n_requests)
-        ]  # fmt: skip
-        recorder(
-            RoundEvent(
-                gamma=16, events=events, seconds=123.456789, draft_seconds=23.456789, verify_seconds=99.999999,
-                prefill_seconds=12.345678, read=dict.fromkeys(range(n_requests), read),
-            )
-        )  # fmt: skip
+        events = [an_event([piece] * (kept + 1), drafted=16, accepted=kept, index=i) for i in range(n_requests)]
+        recorder(a_round(*events, read=read, gamma=16))
     return recorder
 
 
@@ -191,20 +168,9 @@ def test_stretches_of_a_view_hold_the_share_of_their_positions_that_was_read() -
         assert value == int(np.ceil(63 * len(read & set(here)) / len(here) - 1e-9))
 
 
-def a_round(read: Tensor) -> RoundEvent:
-    """One round of one request, whose draft was refused; read [S]."""
-    event = TokenEvent(
-        index=0, tokens=[0], text="a", pieces=["a"], sources=["target"], drafted=1, accepted=0, refused=[0]
-    )
-    return RoundEvent(
-        gamma=1, events=[event], seconds=1, draft_seconds=0.1, verify_seconds=0.1, prefill_seconds=0, read={0: read}
-    )
-
-
 def test_a_text_that_ends_early_is_not_drawn_as_long_as_it_might_have_been() -> None:
-    params = [SamplingParams(max_tokens=900)]
-    recorder = Recorder(Pieces(["a"]), [[0] * 100], params, ["full"])  # type: ignore[arg-type]
-    recorder(a_round(torch.ones(100)))
+    recorder = recorder_of(["a"], [0] * 100, most=900, drafter="full")
+    recorder(a_round(an_event(["a"], drafted=1), read={0: torch.ones(100)}))
     views = recorder.as_dict([0])["requests"][0]["views"]
     assert 101 <= views["length"] < 101 + 1000 / WIDTH + 1
     assert len(views["sum"]) == len(views["rounds"][0][1]) < WIDTH
@@ -216,9 +182,8 @@ def test_a_run_of_cuda_graphs_says_that_its_parts_were_not_seen() -> None:
 
 
 def test_a_policy_that_reads_no_keys_has_no_picture_of_what_it_read() -> None:
-    params = [SamplingParams(max_tokens=9)]
-    recorder = Recorder(Pieces(["a"]), [[0] * 100], params, ["lookup"])  # type: ignore[arg-type]
-    recorder(a_round(torch.zeros(100)))
+    recorder = recorder_of(["a"], [0] * 100, drafter="lookup")
+    recorder(a_round(an_event(["a"], drafted=1), read={0: torch.zeros(100)}))
     assert recorder.as_dict([0])["requests"][0]["views"] is None
 
 

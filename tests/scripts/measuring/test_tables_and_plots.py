@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,14 @@ def test_a_picture_that_could_not_be_drawn_is_refused_by_name(monkeypatch: pytes
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--plots needs matplotlib: pip install"):
         plots.check_drawable("--plots")
+
+
+def test_spreads_have_whiskers_and_numbers_have_none() -> None:
+    drawn: list[Any] = []
+    panel = SimpleNamespace(errorbar=lambda xs, ys, yerr, **_: drawn.append((ys, yerr)))
+    for value in ({"median": 2.0, "min": 1.0, "max": 5.0}, 2.0):
+        plots.line(panel, [1], [value], 0, "")
+    assert drawn == [([2.0], [[1.0], [3.0]]), ([2.0], None)]
 
 
 def test_what_is_in_the_repository_can_be_drawn(tmp_path: Path) -> None:

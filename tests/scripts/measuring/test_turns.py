@@ -1,7 +1,8 @@
-"""Turns of plain and speculative runs, and their results: speeds, spreads, repetition, predictions."""
+"""Turns of plain and speculative runs, and their results: speeds, spreads, repetition, predictions, lengths."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.serving.stats import EngineStats
 from gpt_fast_sd.tp import Parallel
+from measuring.points import Crossing, crossing, lengths_of, lines_of
 from measuring.turns import (
     Mark,
     Run,
@@ -56,7 +58,9 @@ def test_pairs_alternate_who_goes_first_after_a_short_untimed_run_of_each() -> N
     assert len(turns.ratios("completion")) == len(turns.ratios("steady")) == 3 and turns.first_differences == []
     assert turns.prefill.prefill_tokens > 0 == turns.counts.prefill_tokens
     assert turns.counts.decode_tokens == 60 and sum(turns.counts.rounds_by_gamma.values()) == turns.counts.rounds
-    assert set(turns.distinct_4grams) == {"plain", "speculative"} and turns.by_steps and turns.by_steps > 0
+    assert (
+        set(turns.acceptance["distinct_4grams"]) == {"plain", "speculative"} and turns.by_steps and turns.by_steps > 0
+    )
 
 
 def test_short_runs_go_on_until_they_took_the_time_asked_for() -> None:
@@ -203,3 +207,62 @@ def test_the_prediction_meets_the_measurement_where_nothing_is_lost() -> None:
     turns = Turns([Run(plain, None, [])], [Run(speculative, None, [])])
     assert alpha_of(speculative) == 0.5 and tokens_by_alpha(speculative, 0.5) == speculative.tokens_per_round == 1.75
     assert turns.ratios() == [pytest.approx(1.25)] and turns.by_steps == pytest.approx(1.25)
+
+
+Record = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.1, 1.2, 1.3], Crossing(None, "below")),
+        ([0.7, 0.8, 0.9], Crossing(None, "none")),
+        ([0.9, 1.1, 1.2], Crossing(math.sqrt(1000 * 4000), "between")),
+        ([0.9, 1.0, 1.2], Crossing(4000.0, "between")),
+        ([0.5, 0.75, 1.25], Crossing(math.sqrt(4000 * 16000), "between")),
+        ([1.2, 0.9, 1.1], Crossing(math.sqrt(4000 * 16000), "between")),  # from there on it stays above
+        ([1.2, 1.1, 1.0], Crossing(None, "none")),
+    ],
+)
+def test_a_crossing_is_where_the_line_stays_above_over_log2_of_the_context(
+    values: list[float], expected: Crossing
+) -> None:
+    found = crossing([1000, 4000, 16000], values, 1.0)
+    assert found.of_measured == expected.of_measured
+    assert found.context == (pytest.approx(expected.context) if expected.context else None)
+
+
+def test_a_crossing_says_so_where_there_is_none() -> None:
+    assert Crossing(None, "below").phrase([1000, 4000]) == "below 1,000"
+    assert Crossing(None, "none").phrase([1000, 4000]) == "none up to 4,000"
+    assert Crossing(2345.6, "between").phrase([1000, 4000]) == "2,346"
+
+
+def measured(batch: int, context: int, steady: float) -> Record:
+    """As much of a point as the lengths are read from."""
+    return {
+        "batch": batch, "context": context, "policy": "streaming", "budget": 256, "gamma": 6,
+        "speedup": {"steady": {"median": steady}, "completion": {"median": 0.0}},
+    }  # fmt: skip
+
+
+def test_the_critical_length_is_where_the_speedup_begins_to_grow_with_the_batch() -> None:
+    """As MagicDec's figure: it falls with the batch at 1K, does not change at 2K, and rises at 8K."""
+    table = {1000: [0.8, 0.7, 0.6], 2000: [0.9, 0.9, 0.9], 8000: [1.0, 1.4, 1.8]}
+    points = [
+        measured(batch, context, value)
+        for context, row in table.items()
+        for batch, value in zip((1, 4, 16), row, strict=True)
+    ]
+    *evens, critical = lengths_of(points)
+    assert (critical["kind"], critical["context"], critical["of_measured"]) == ("critical length", 2000.0, "between")
+    assert critical["slopes"] == pytest.approx([-0.05, 0.0, 0.2])
+    assert [(r["kind"], r["batch"]) for r in evens] == [("break-even", batch) for batch in (1, 4, 16)]
+    assert [r["phrase"] for r in evens] == ["none up to 8,000", "2,639", "2,333"]
+    (alone,) = lengths_of(points[::3])  # one batch: it has no slope
+    assert alone["kind"] == "break-even"
+    assert lines_of(lengths_of(points)) == [
+        "streaming 256, gamma 6: critical length 2,000 tokens; break-even at batch 1 none up to 8,000, "
+        "batch 4 2,639, batch 16 2,333"
+    ]
+    assert "critical length needs two batches" in lines_of([alone])[0]

@@ -1,0 +1,719 @@
+"""The measurements of benchmark.py: each has a checked job, points, a file that it goes on from, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from gpt_fast_sd import loading
+from gpt_fast_sd.config import EngineConfig, SamplingParams
+from gpt_fast_sd.engine import Engine
+from gpt_fast_sd.fast.compile import can_compile
+from gpt_fast_sd.loading import TORCH_DTYPES, check_kv_dtype, locate, natural_dtype, plan_for
+from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, read_config, read_stored_dtype, read_stored_float8
+from gpt_fast_sd.policies.config import DraftConfig
+from gpt_fast_sd.tp import Parallel
+from measuring import grid, lossless, machine, plots, points, prompts
+from measuring.chips import Chip, Ranks, chip_of
+from measuring.forecast import System
+from measuring.grid import Point, Setting, draft_fields, draft_label, has_a_model
+from measuring.ledger import Ledger, digest, fingerprint
+from measuring.points import BUDGETS, POLICIES, PRECISIONS, SIZES, lengths_of
+from measuring.tables import Table
+from measuring.turns import Run, Turns, in_turns, round_ms, run, shortened, spread, take_turns, totals, way_of
+
+Record = dict[str, Any]
+MOST_RANDOM = 1 << 24  # tokens of --synthetic, which longer rows go round
+LOOKING = 60.0  # seconds after which no more gaps of a policy's differences are computed
+NOTHING = "none"
+
+
+class NothingMeasured(ValueError):
+    """There is no result at all."""
+
+
+class OutputsDiffer(ValueError):
+    """Outputs are not those of plain decoding where they must be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Model, texts, processes and drafts, checked.
+
+    args: what is asked for, by the names of benchmark.py's flags. told: an error in one line.
+    """
+
+    args: argparse.Namespace
+    engine_config: EngineConfig  # but for the rows and their length
+    parallel: Parallel
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    texts: Mapping[str, Sequence[int]]  # none where prompts are made up
+    settings: list[Setting]
+    skipped: dict[str, str]
+    told: Callable[[Exception], str]
+
+    @property
+    def bos(self) -> int | None:
+        """What a prompt begins with."""
+        return self.tokenizer.bos_id if self.tokenizer else self.config.bos_id
+
+    def in_common(self, **more: Any) -> Record:
+        """What results that may stand in one file have in common."""
+        return {"model": str(self.args.model), **more, **grid.in_common(vars(self.args))}
+
+    @property
+    def timed(self) -> Record:
+        """What else times that may stand in one file have in common."""
+        here, device = machine.environment(self.parallel.device), self.parallel.device.type
+        return grid.timed_on(here, device, self.parallel.tp) | {"seconds": self.args.seconds}
+
+    def ledger(self, benchmark: str, settings: Record, results: str = "results") -> Ledger:
+        """The file of --json, which the first process has; ValueError where it holds something else."""
+        path = self.args.json if self.parallel.is_main else None
+        here = machine.environment(self.parallel.device)
+        return Ledger(path, benchmark, settings, here, fresh=self.args.fresh, results=results, adapt=grid.up_to_date)
+
+    @property
+    def dtype_name(self) -> str:
+        """The weights' dtype as an engine will have it."""
+        args = self.args
+        if args.dtype != "auto":
+            return str(args.dtype)
+        dtype = natural_dtype(read_stored_dtype(locate(args.model)), self.parallel.device, not args.no_compile)
+        return next(name for name, one in TORCH_DTYPES.items() if one == dtype)
+
+    def points(self, contexts: Sequence[int]) -> list[Point]:
+        """All measurements, those that may share an engine and its prefilled keys side by side."""
+        args = self.args
+        return [
+            Point(batch=batch, context=context, setting=setting, gamma=gamma, temperature=temperature)
+            for batch in args.batch
+            for setting in self.settings
+            for gamma in args.gamma
+            for context in contexts  # rising: a longer prompt begins as the shorter one that a slot holds
+            for temperature in args.temperature
+        ]
+
+    def draft(self, point: Point) -> DraftConfig:
+        """Who drafts for a point."""
+        return point.setting.draft(point.gamma, draft_fields(vars(self.args)))
+
+    def params(self, n: int, temperature: float) -> list[SamplingParams]:
+        """Of n prompts; sampled ones draw with a seed of their own, so that every run is the same."""
+        return [params_of(self.args, temperature, row) for row in range(n)]
+
+    def build(self, batch: int, context: int, draft: DraftConfig | None) -> Engine:
+        """An engine for rows of up to so many tokens."""
+        args, room, most = self.args, context + self.args.max_new_tokens, self.config.n_positions
+        if room > most:
+            raise ValueError(f"{context:,} tokens and {args.max_new_tokens:,} new ones are over {most:,} positions")
+        config = replace(self.engine_config, batch_size=batch, max_seq_len=room)
+        return Engine.from_pretrained(args.model, config, draft, parallel=self.parallel)
+
+
+def params_of(args: argparse.Namespace, temperature: float, row: int) -> SamplingParams:
+    """How a row is continued; ValueError where the flags make no sense."""
+    seed = (args.seed + row) % 2**63 if temperature else None
+    filters = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p")}
+    return SamplingParams(
+        max_tokens=args.max_new_tokens, temperature=temperature, seed=seed, ignore_eos=True, **filters
+    )
+
+
+@dataclass
+class Mode:
+    """One kind of measurement: its points, its file, and what it prints."""
+
+    job: Job
+    points: list[Point]
+    ledger: Ledger
+    table: Table
+    bar: Any = None
+
+    def key(self, point: Point) -> Record:
+        """The key under which a point's result is stored."""
+        return point.key
+
+    def known(self, point: Point) -> Record | None:
+        """The result that the file holds."""
+        return self.ledger.find(self.key(point))
+
+    def build(self, batch: int, context: int, draft: DraftConfig | None) -> Engine:
+        """An engine for rows of up to so many tokens."""
+        return self.job.build(batch, context, draft)
+
+    def measure(self, point: Point, engine: Engine) -> Record:
+        """The result of a point, without its key."""
+        raise NotImplementedError
+
+    def done(self, point: Point, found: Record | Exception) -> None:
+        """Store and print a result; the reason for a missing one is printed and not stored."""
+        if isinstance(found, Exception):
+            self.job.skipped[point.setting.label] = self.job.told(found)
+            self.bar.write(f"skipped {point.setting.label}: {self.job.told(found)}")
+            return
+        self.ledger.put(self.key(point), self.key(point) | found)
+        self.ledger.write(skipped=self.job.skipped)
+        self.bar.write(self.line(self.ledger.find(self.key(point)) or {}))
+
+    def line(self, record: Record) -> str:
+        """A result as it is printed when it is there."""
+        return self.table.line(record)
+
+    def step(self, what: str) -> None:
+        """Show what is being done."""
+        if self.bar is not None:
+            self.bar.set_description(what)
+
+    def run(self) -> list[Record]:
+        """Measure what the file does not hold yet -> the results of all points, as far as there are any."""
+        parallel, args = self.job.parallel, self.job.args
+        # the first rank holds the file and decides what is left
+        todo = [point for point in self.points if not parallel.same(int(self.known(point) is not None))]
+        parallel.log(describe(self.ledger.document))
+        for label, reason in self.job.skipped.items():
+            parallel.log(f"skipped {label}: {reason}")
+        if len(todo) < len(self.points):
+            parallel.log(f"{len(self.points) - len(todo)} of {len(self.points)} points are in {args.json} already")
+        if todo:
+            parallel.log(self.table.head)
+        with tqdm(total=len(todo), unit="point", leave=False, disable=None if parallel.is_main else True) as self.bar:
+            for group in grid.groups(todo, exact=args.exact):
+                self.measure_group(group)
+        return [record for point in self.points if (record := self.known(point))]
+
+    def measure_group(self, left: list[Point]) -> None:
+        """Measure points that may share an engine, whose draft is exchanged, or report why not.
+
+        A failure costs no other point. With several processes, one alone may run out of memory, and the others would
+        wait for it: that ends the run.
+        """
+        parallel = self.job.parallel
+        alone = parallel.dp * parallel.tp == 1
+        kinds: tuple[type[Exception], ...] = (ValueError, RuntimeError, MemoryError) if alone else (ValueError,)
+        engine: Engine | None = None
+        drafting: DraftConfig | None = None
+
+        def fail(points: list[Point], error: Exception) -> None:
+            for one in points:
+                left.remove(one)
+                self._taken(one, error)
+
+        while left:
+            point, draft = left[0], self.job.draft(left[0])
+            self.step(f"batch {point.batch}, {draft_label(point.key)}: loading and compiling")
+            if engine is None or (draft.needs_planes and not engine.cache.format.planes):
+                engine = None
+                machine.release_memory(parallel.device)
+                drafting = draft if point.needs_model or draft.needs_planes else None
+                try:
+                    engine = self.build(point.batch, max(p.context for p in left), drafting)
+                except kinds as error:
+                    # it may be this draft for which none can be built: the others of its length get one without it
+                    concerned = [p for p in left if drafting is None or self.job.draft(p) == draft]
+                    longest = max(p.context for p in concerned)
+                    fail([p for p in concerned if p.context == longest], error)
+                    continue
+            try:
+                if drafting != draft:
+                    engine.redraft(draft)
+                    drafting = draft
+                engine.warm_up()
+            except kinds as error:
+                fail([p for p in left if self.job.draft(p) == draft], error)
+                engine = None
+                continue
+            try:
+                found = self.measure(point, engine)
+            except kinds as error:
+                fail([point], error)
+                engine = None  # its state is unknown: the others get a new one
+            else:
+                left.remove(point)
+                self._taken(point, found)
+
+    def _taken(self, point: Point, found: Record | Exception) -> None:
+        if self.job.parallel.is_main:
+            self.done(point, found)
+        self.bar.update()
+
+    def warn_of_speeds(self) -> None:
+        """A line where steps were not compiled."""
+        if self.job.args.no_compile:
+            print("not compiled: acceptance and tokens per round hold, the speeds mean little")
+
+    def draw(self, draw: Callable[[str, Path], list[Path]]) -> None:
+        """Draw into --plots, if there is one; draw: from a title, into a folder -> what it has drawn."""
+        if folder := self.job.args.plots:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in draw(describe(self.ledger.document), folder):
+                print(f"drawn: {path}")
+
+    def report(self, found: list[Record]) -> None:
+        """Print what follows from the results, and draw them; NothingMeasured, or OutputsDiffer where they must not."""
+        raise NotImplementedError
+
+
+def describe(document: Record) -> str:
+    """What was measured, in one line."""
+    s, here = document["settings"], document["environment"]
+    dtype = next((r["dtype"] for r in document.get("points", ()) if "dtype" in r), s["dtype"])
+    parts = [s["model"], f"{dtype}{', exact' if s.get('exact') else ''} on {here.get('device', 'cpu')}"]
+    parts += [f"tp {s['tp']}"] if s.get("tp", 1) > 1 else []
+    parts.append(f"{here['threads']} threads")
+    if "batch_size" in s:
+        n = f"{s['context']:,} tokens" if "context" in s else f"{s['shortest']:,} to {s['longest']:,} tokens"
+        parts.append(f"{s['batch_size']} x {n}, gamma {s['gamma']}")
+    if "temperature" in s:
+        parts.append(f"temperature {s['temperature']:g}" if s["temperature"] else "greedy")
+    parts.append(f"{s.get('max_new_tokens', s.get('new_tokens'))} new tokens")
+    return ", ".join(parts + ([f"{s['pairs']} pairs"] if s.get("pairs") else []))
+
+
+class BySize(Mode):
+    """A sweep over batch, context, draft, budget, gamma and temperature."""
+
+    benchmark, rows_of = "batch", SIZES
+
+    def __init__(self, job: Job, **settings: object) -> None:
+        args = job.args
+        if args.context[0] < 2:
+            raise ValueError(f"a context has at least 2 tokens, got {args.context[0]}")
+        if args.synthetic:
+            n = min(max(args.batch) * max(args.context), MOST_RANDOM)
+            self.ids = prompts.random_text(n, job.config.vocab_size, args.seed)
+            text: Record = {"synthetic": args.seed}
+        else:
+            self.ids = [token for ids in job.texts.values() for token in ids]
+            text = {"files": list(job.texts), "tokens": len(self.ids), "digest": digest(self.ids)}
+        names = ("draft_model", "max_new_tokens", "pairs", "seed", "dtype")
+        draft_config = read_config(locate(args.draft_model)) if args.draft_model else None
+        settings = job.in_common(
+            transformer=asdict(job.config), text=text, compiled=not args.no_compile,
+            draft_transformer=asdict(draft_config) if draft_config else None,
+            **{name: getattr(args, name) for name in names}, **job.timed, **settings,
+        )  # fmt: skip
+        super().__init__(job, job.points(args.context), job.ledger(self.benchmark, settings, "points"), self.rows_of)
+        self.draft_config, self.chip = draft_config, None
+
+    chip: Chip | None  # the machine's rates, once they are measured
+
+    def note(self, batch: int, context: int) -> str | None:
+        """What is to be said of a point's prompts, which are not made before an engine has room for them."""
+        return prompts.remark_on(len(self.ids), batch, context, self.job.bos)
+
+    def known(self, point: Point) -> Record | None:
+        """The figures that the file holds: what failed is tried again."""
+        found = super().known(point)
+        return found if found and found["status"] == "measured" else None
+
+    def run(self) -> list[Record]:
+        """As every mode, after the notes about the prompts."""
+        for note in dict.fromkeys(self.note(b, c) for b in self.job.args.batch for c in self.job.args.context):
+            if note:
+                self.job.parallel.log(note)
+        super().run()
+        return [record for point in self.points if (record := self.ledger.find(point.key))]
+
+    def system(self, engine: Engine) -> System:
+        """The model on this machine, whose rates are measured once."""
+        self.chip = self.chip or points.rates_of(engine.device, engine.dtype)
+        job, args = self.job, self.job.args
+        link = (chip_of(self.chip.name) or self.chip).link
+        return System(
+            model=job.config, chip=self.chip, device=engine.device.type, dtype=engine.dtype_name,
+            kv_dtype=args.kv_dtype, quantize=args.quantize, draft_model=self.draft_config, room=args.max_new_tokens,
+            ranks=Ranks(n=job.parallel.tp, link=link, per_node=job.parallel.tp) if job.parallel.tp > 1 else None,
+        )  # fmt: skip
+
+    def measure(self, point: Point, engine: Engine) -> Record:
+        """One point's figures, and the rates of the machine they belong to."""
+        rows = prompts.round_the_text(self.ids, point.batch, point.context, self.job.bos)
+        system, name = self.system(engine), f"{point.batch} x {point.context:,}, {draft_label(point.key)}"
+        found = self.figures(point, engine, system, rows, lambda what: self.step(f"{name}: {what}"))
+        rates = {"bandwidth": system.chip.bandwidth, "peak": system.chip.peak}
+        return found | {"note": self.note(point.batch, point.context), "machine": rates}
+
+    def figures(
+        self, point: Point, engine: Engine, system: System, rows: list[list[int]], progress: Callable[[str], object]
+    ) -> Record:
+        """Speeds and shares of one point."""
+        machine.restart_peak(engine.device)
+        params, args = self.job.params(point.batch, point.temperature), self.job.args
+        turns = take_turns(engine, rows, params, args.pairs, seconds=args.seconds, progress=progress)
+        return points.summarize(point, turns, engine, system, self.job.draft(point))
+
+    def done(self, point: Point, found: Record | Exception) -> None:
+        """Store and print the figures, or why there are none; they replace older ones."""
+        if isinstance(found, Exception):
+            found = {"status": "failed", "reason": self.job.told(found)}
+        self.ledger.put(point.key, point.key | found)
+        self.ledger.write(**self.derived())
+        self.bar.write(self.line(self.ledger.find(point.key) or {}))
+        if "speedup" in found:
+            self.bar.write(points.more(found))
+
+    def derived(self) -> Record:
+        """What follows from all points together, for the file."""
+        return {"lengths": lengths_of([r for r in self.ledger.records if r["status"] == "measured"])}
+
+    def line(self, record: Record) -> str:
+        """A row of the table, or several, or why there is none."""
+        if record["status"] == "measured":
+            return "\n".join(self.table.line(record | one) for one in record.get("precisions", [{}]))
+        return f"{record['context']:>7,}  {record['batch']:>5}  {draft_label(record):<34}  skipped: {record['reason']}"
+
+    def listed(self, found: list[Record]) -> list[Record]:
+        """Print all points in one table -> those that were measured; NothingMeasured where there is none."""
+        print("", self.table.head, *map(self.line, found), sep="\n")
+        if measured := [r for r in found if r["status"] == "measured"]:
+            return measured
+        raise NothingMeasured("nothing could be measured; the reasons are above")
+
+    def report(self, found: list[Record]) -> None:
+        """All points in one table, the lengths, the pictures."""
+        found.sort(key=lambda r: (draft_label(r), r["context"], r["batch"]))
+        measured = self.listed(found)
+        rates = measured[-1]["machine"]
+        print(f"the machine reads {rates['bandwidth'] / 1e9:,.1f} GB/s and computes {rates['peak'] / 1e9:,.0f} GFLOP/s")
+        capturing = sum(r.get("capture_seconds", 0.0) for r in measured)  # files of before it was told have none
+        if capturing:
+            print(f"capturing rounds as CUDA graphs took {capturing:.1f} s, which are in no speed above")
+        lengths = lengths_of(measured)
+        print(*points.lines_of(lengths), sep="\n")
+        self.warn_of_speeds()
+        self.draw(lambda title, folder: plots.draw_sweep(measured, lengths, title, folder))
+        compared = [r["lossless"] for r in measured if r["lossless"]["compared"]]
+        rows, equal = sum(one["rows"] for one in compared), sum(one["equal"] for one in compared)
+        if not compared:
+            print("outputs are sampled and not compared: samples differ by design")
+            return
+        print(f"{equal} of {rows} rows equal plain decoding, token for token")
+        must = self.job.args.exact or (measured[-1]["dtype"], measured[-1]["kv_dtype"]) == ("fp32", "fp32")
+        if equal < rows and must:
+            raise OutputsDiffer(f"{rows - equal} rows differ where they must not; please report it")
+
+
+class ByBudget(Mode):
+    """Acceptance, tokens per round and speed over the draft budget, at one batch and context."""
+
+    def __init__(self, job: Job) -> None:
+        args = job.args
+        if args.context and len(args.context) > 1:
+            raise ValueError(f"--sweep budget measures with one --context, got {len(args.context)}")
+        (batch,), room = args.batch, job.config.n_positions - args.max_new_tokens
+        share = -(-batch // len(job.texts))  # rows of a text
+        context = (args.context or [prompts.longest_context(min(map(len, job.texts.values())), share, room)])[0]
+        if not 2 <= context <= room:
+            raise ValueError(
+                f"a context of {context:,} does not fit: from 2 to {max(room, 0):,} tokens leave the model's "
+                f"{room + args.max_new_tokens:,} positions room for {args.max_new_tokens:,} new ones"
+            )
+        self.prompts = prompts.stretches(job.texts, batch, context, job.bos)
+        self.plain: Run | None = None
+        settings = job.in_common(
+            batch_size=batch, gamma=args.gamma[0], new_tokens=args.max_new_tokens, pairs=args.pairs,
+            temperature=args.temperature[0], seed=args.seed, draft_model=args.draft_model, text=", ".join(job.texts),
+            digest=digest(self.prompts), context=context, dtype=job.dtype_name,
+            compiled=not args.no_compile and can_compile(job.parallel.device), **job.timed,
+        )  # fmt: skip
+        super().__init__(job, job.points([context]), job.ledger("frontier", settings), BUDGETS)
+
+    def key(self, point: Point) -> Record:
+        """Policy and budget: all else is in the settings."""
+        return {"policy": point.setting.policy, "budget": point.setting.budget}
+
+    def measure(self, point: Point, engine: Engine) -> Record:
+        """One point of the frontier; where nothing is timed, ratio and milliseconds are None."""
+        params, n = self.job.params(point.batch, point.temperature), self.job.args.pairs
+        if n:
+            turns = take_turns(engine, self.prompts, params, n, seconds=self.job.args.seconds, progress=self.step)
+        else:  # how they are decoded plainly is the same for all points
+            self.plain = self.plain or run(engine, self.prompts, params, speculate=False)
+            turns = Turns([self.plain], [run(engine, self.prompts, params)])
+        counts = turns.counts
+        return turns.acceptance | {
+            "tokens_per_round": counts.tokens_per_round, "ratio": spread(turns.ratios()) if n else None,
+            "plain_ms": round_ms(turns.plain) if n else None,
+            "speculative_ms": round_ms(turns.speculative) if n else None,
+            "kv_bytes_per_token": {
+                "plain": totals(turns.plain).kv_bytes_per_token, "speculative": counts.kv_bytes_per_token,
+            },
+        }  # fmt: skip
+
+    def report(self, found: list[Record]) -> None:
+        """What was not timed, and the picture."""
+        if not found:
+            raise NothingMeasured("no policy could be measured; the reasons are above")
+        if not self.job.args.pairs:
+            print("no pairs: each point was decoded once to count acceptance, and nothing was timed")
+        else:
+            self.warn_of_speeds()
+        self.ledger.write(transformer=asdict(self.job.config), skipped=self.job.skipped)
+        self.draw(lambda title, folder: plots.draw_budgets(found, title, folder / "budgets.png"))
+
+
+class Lossless(Mode):
+    """Every policy compared with plain decoding, token for token, on prompts of ragged length."""
+
+    def __init__(self, job: Job) -> None:
+        args = job.args
+        (batch,), (budget,), (gamma,) = args.batch, args.budget, args.gamma
+        if not 2 <= args.shortest <= args.longest:
+            raise ValueError(
+                f"prompts of {args.shortest:,} to {args.longest:,} tokens: the shortest has at least 2, the longest "
+                "at least as many"
+            )
+        if args.temperature != [0.0]:
+            raise ValueError("--lossless compares greedy outputs: samples differ by design, leave --temperature out")
+        if job.parallel.tp > 1:
+            raise ValueError("--lossless runs in one process; of several the sweep compares")
+        self.prompts = prompts.ragged(job.texts, args.prompts, args.shortest, args.longest, job.bos, args.seed)
+        self.engine: Engine | None = job.build(batch, args.longest, None)  # which the first points take
+        self.theirs = ""
+        if any(has_a_model(setting.policy) for setting in job.settings):
+            self.theirs = fingerprint(load_model(locate(args.draft_model), dtype=self.engine.dtype))
+        settings = job.in_common(
+            weights=fingerprint(self.engine.model), dtype=self.engine.dtype_name, compiled=self.engine.compiled,
+            threads=args.threads, texts={name: digest(ids) for name, ids in job.texts.items()}, prompts=args.prompts,
+            shortest=args.shortest, longest=args.longest, new_tokens=args.max_new_tokens, batch_size=batch,
+            budget=budget, gamma=gamma, seed=args.seed,
+        )  # fmt: skip
+        super().__init__(job, job.points([args.longest]), job.ledger("speculation lossless", settings), POLICIES)
+
+    def key(self, point: Point) -> Record:
+        """Policy and budget, and the draft model where there is one."""
+        key: Record = {"policy": point.setting.policy, "budget": point.setting.budget}
+        if point.needs_model:
+            key |= {"draft_model": self.job.args.draft_model, "draft_weights": self.theirs}
+        return key
+
+    def build(self, batch: int, context: int, draft: DraftConfig | None) -> Engine:
+        """An engine; the first one that asks for no draft model has the one that is there."""
+        engine, self.engine = (self.engine, None) if draft is None else (None, self.engine)
+        return engine or super().build(batch, context, draft)
+
+    def decode(self, engine: Engine, what: str, *, speculate: bool) -> Run:
+        """All prompts, with a progress bar."""
+        params = self.job.params(len(self.prompts), 0.0)
+        with tqdm(total=len(params), desc=what, unit="prompt", leave=False) as bar:
+            return run(engine, self.prompts, params, speculate=speculate, finished=lambda _: bar.update())
+
+    def measure(self, point: Point, engine: Engine) -> Record:
+        """Where a policy's outputs leave the plain ones, and how close a call it was."""
+        plain = self.ledger.find({"policy": "off"})
+        if plain is None:
+            plain = {"policy": "off", "outputs": self.decode(engine, "plain", speculate=False).outputs}
+            self.ledger.put({"policy": "off"}, plain)
+        stats = (ours := self.decode(engine, point.setting.label, speculate=True)).stats
+        found = lossless.differences(
+            zip(range(len(self.prompts)), self.prompts, plain["outputs"], ours.outputs, strict=True),
+            lambda ids: lossless.logits_after(engine.model, ids), LOOKING,
+        )  # fmt: skip
+        return {
+            "prompts": len(self.prompts),
+            "equal": len(self.prompts) - len(found),
+            "differences": [{"row": (one := asdict(d)).pop("index"), **one} for d in found],
+            "acceptance_rate": stats.acceptance_rate,
+            "acceptance_by_position": stats.acceptance_by_position,
+            "tokens_per_round": stats.tokens_per_round,
+            "recompiles": stats.recompiles,
+        }  # fmt: skip
+
+    def line(self, record: Record) -> str:
+        """A row of the table, and a line for each difference."""
+        lines = [self.table.line(record)]
+        for one in record["differences"]:
+            gap = "not examined" if one["gap"] is None else f"logits {one['gap']:.2g} apart"
+            lines.append(f"    prompt {one['row']} from token {one['position']} on ({gap})")
+        return "\n".join(lines)
+
+    def report(self, found: list[Record]) -> None:
+        """Which policies are not lossless."""
+        if not found:
+            raise NothingMeasured("no policy could be built; the reasons are above")
+        print("", self.table.head, *map(self.line, found), sep="\n")
+        engine = self.ledger.document["settings"]
+        dtypes = engine["dtype"], engine["kv_dtype"] or engine["dtype"]
+        must = engine["exact"] or dtypes == ("fp32", "fp32")
+
+        def is_wrong(one: Record) -> bool:
+            if must or one["gap"] is None:
+                return must
+            return not lossless.is_near_tie(one["gap"], *dtypes, best=one.get("best", 0.0))
+
+        if wrong := [r["policy"] for r in found if any(map(is_wrong, r["differences"]))]:
+            raise OutputsDiffer(f"not token-identical to plain decoding: {', '.join(wrong)}")
+
+
+# ---- at several precisions -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What is quantized, and to what; None: nothing, it has the engine's dtype."""
+
+    cache: str | None = None
+    drafts: str | None = None  # the weights of the draft's copy
+    weights: str | None = None  # the target's
+
+    @classmethod
+    def parse(cls, text: str) -> Precision:
+        """From CACHE[/DRAFTS[/WEIGHTS]], with "none" for what is not quantized; ValueError for more parts than that."""
+        parts = [part.strip() for part in text.split("/")]
+        if len(parts) > 3 or not all(parts):
+            raise ValueError(
+                f"a precision is CACHE, CACHE/DRAFTS or CACHE/DRAFTS/WEIGHTS, as in int8/int8; got {text!r}"
+            )
+        return cls(
+            **dict(zip(("cache", "drafts", "weights"), (None if p == NOTHING else p for p in parts), strict=False))
+        )
+
+    @property
+    def text(self) -> str:
+        """As `parse` reads it."""
+        parts = [self.cache or NOTHING, self.drafts or NOTHING, self.weights or NOTHING]
+        while len(parts) > 1 and parts[-1] == NOTHING:
+            parts.pop()
+        return "/".join(parts)
+
+    @property
+    def of_target(self) -> Precision:
+        """Without the draft's: plain decoding is the same."""
+        return replace(self, drafts=None)
+
+    def engine(self, config: EngineConfig) -> EngineConfig:
+        """The configuration of an engine of this precision."""
+        return replace(config, kv_dtype=self.cache, quantize=self.weights)
+
+    def draft(self, draft: DraftConfig) -> DraftConfig:
+        """Who drafts, with weights of this precision."""
+        return replace(draft, quantize=self.drafts)
+
+
+def turns_of_precisions(
+    engines: Callable[[Precision], Engine], precisions: Sequence[Precision], draft: DraftConfig,
+    prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], n: int, progress: Callable[[str], object],
+) -> list[Record]:  # fmt: skip
+    """Decode plainly with every target and speculatively at every precision, n times in turns -> a record of each.
+
+    engines: the engine of a target's precision, the same one whenever it is asked for; what drafts there is exchanged
+    between runs. Before the turns every way runs once, short and untimed; in every other turn the order is reversed.
+    """
+    plain = [*dict.fromkeys([Precision(), *(one.of_target for one in precisions)])]
+    ways = [*((one, False) for one in plain), *((one, True) for one in precisions)]
+
+    def once(way: tuple[Precision, bool], turn: int | None) -> Run:
+        precision, speculate = way
+        when = "prefill" if turn is None else f"turn {turn + 1} of {n}"
+        progress(f"{when}: {precision.text}, {'drafts' if speculate else 'plain'}")
+        engine = engines(precision.of_target)
+        if speculate and engine.draft != precision.draft(draft):
+            engine.redraft(precision.draft(draft))
+            engine.warm_up()
+        return run(engine, prompts, shortened(params) if turn is None else params, speculate=speculate)
+
+    for way in ways:
+        once(way, None)
+    found = in_turns(ways, once, lambda turn: turn < n)
+    base = found[Precision(), False]
+    return [record(one, base, found[one.of_target, False], found[one, True]) for one in precisions]
+
+
+def record(precision: Precision, base: Sequence[Run], plain: Sequence[Run], speculative: Sequence[Run]) -> Record:
+    """The figures of one precision, JSON-ready: its runs over those of the same target's plain decoding, and over base.
+
+    base: plain decoding of the model of which nothing is quantized.
+    """
+    rows, turns = len(plain[0].outputs), Turns([*plain], [*speculative])
+    return {
+        "precision": precision.text,
+        "target": precision.of_target.text,
+        "plain_over_unquantized": ratios(plain, base),
+        "speedup": {"own": ratios(speculative, plain), "unquantized": ratios(speculative, base)},
+        "plain": way_of(plain, rows),
+        "speculative": way_of(speculative, rows),
+        **turns.acceptance,
+        "rounds_by_gamma": turns.rounds_by_gamma,
+        "equal": rows - len(turns.first_differences),
+        "recompiles_while_timed": turns.counts.recompiles,
+    }
+
+
+def ratios(runs: Sequence[Run], over: Sequence[Run]) -> Record:
+    """The speed of runs over that of others, turn by turn, while all rows are live or else to the end."""
+    pairs = [*zip(runs, over, strict=True)]
+    name = "steady" if all(a.steady and b.steady for a, b in pairs) else "completion"
+    return spread([getattr(a, name) / getattr(b, name) for a, b in pairs])
+
+
+class ByPrecision(BySize):
+    """The points of a sweep, each at several precisions of cache and weights."""
+
+    benchmark, rows_of = "precision", PRECISIONS
+
+    def __init__(self, job: Job) -> None:
+        args = job.args
+        for name in ("kv_dtype", "quantize", "draft_quantize"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is what --precisions varies: name it there")
+        if any(has_a_model(setting.policy) for setting in job.settings):
+            raise ValueError("--sweep precision is about targets that draft for themselves: leave the draft model out")
+        if job.parallel.device.type == "cuda" and read_stored_float8(locate(args.model)):
+            raise ValueError(f"{args.model} is stored in float8, and --sweep precision begins with nothing quantized")
+        self.precisions = list(dict.fromkeys(map(Precision.parse, args.precisions)))
+        device, dtype = job.parallel.device, TORCH_DTYPES[job.dtype_name]
+        for one in self.precisions:  # refused before any work
+            config = one.engine(job.engine_config)
+            check_kv_dtype(config, dtype)
+            for setting in job.settings:
+                draft = one.draft(setting.draft(args.gamma[0], draft_fields(vars(args))))
+                if draft.needs_planes:
+                    raise ValueError(f"--sweep precision measures caches in bytes, and {draft.policy} reads planes")
+                system = loading.System(config=config, draft=draft, model=job.config, dtype=dtype, device=device)
+                plan_for(system.of_rank(job.parallel))
+        super().__init__(job, precisions=[one.text for one in self.precisions])
+        self.engines: dict[Precision, Engine] = {}  # beside the one that is measured, and for the same rows
+
+    def engine(self, base: Engine, precision: Precision) -> Engine:
+        """The engine of a target of this precision; those of an earlier base are dropped."""
+        if self.engines.get(Precision()) is not base:
+            self.engines = {Precision(): base}
+            machine.release_memory(base.device)
+        if precision not in self.engines:
+            self.step(f"{precision.text}: loading and compiling")
+            config, parallel = precision.engine(base.config), base.parallel
+            if precision.weights is None:  # the weights are the same
+                found = Engine(base.model, base.tokenizer, config, parallel=parallel)
+            else:
+                found = Engine.from_pretrained(self.job.args.model, config, parallel=parallel)
+            self.engines[precision] = found
+        return self.engines[precision]
+
+    def figures(
+        self, point: Point, engine: Engine, system: System, rows: list[list[int]], progress: Callable[[str], object]
+    ) -> Record:
+        """One point's figures at every precision."""
+        params = self.job.params(point.batch, point.temperature)
+        found = turns_of_precisions(
+            lambda one: self.engine(engine, one), self.precisions, self.job.draft(point), rows, params,
+            self.job.args.pairs, progress,
+        )  # fmt: skip
+        load = machine.load_average()
+        return {"status": "measured", "dtype": engine.dtype_name, "precisions": found, "load_average": load}
+
+    def derived(self) -> Record:
+        """Nothing: lengths are of one precision."""
+        return {}
+
+    def report(self, found: list[Record]) -> None:
+        """All points in one table, and a picture."""
+        measured = self.listed(found)
+        self.warn_of_speeds()
+        self.draw(lambda title, folder: plots.draw_precisions(measured, title, folder / "precisions.png"))
