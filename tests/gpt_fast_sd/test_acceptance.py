@@ -190,7 +190,7 @@ def cases(draw: st.DrawFn) -> tuple[BatchState, torch.Tensor, torch.Tensor, Acce
         state.seq_len[slot] = length
         state.pending[slot] = state.history[slot, length]
         state.active[slot] = alive = draw(st.booleans())
-        state.remaining[slot] = whole(1, gamma + 3) if alive else 0
+        state.remaining[slot] = whole(int(alive), gamma + 3)
         state.stop_on_eos[slot] = draw(st.booleans())
         caps.append(whole(0, gamma))  # the engine leaves room for the target's own token; a commit does not rely on it
         accepted.append(whole(0, caps[-1]))

@@ -18,7 +18,7 @@ from gpt_fast_sd.bodies import Bodies
 from gpt_fast_sd.fast import pack
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.fast.triton import stand_ins
-from gpt_fast_sd.loading import MemoryPlan, System, plan_for
+from gpt_fast_sd.loading import MemoryPlan, System, bytes_of_weights, plan_for
 from gpt_fast_sd.loading.memory import GIB, NODE
 from gpt_fast_sd.loading.workspace import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT
 from gpt_fast_sd.model import PRESETS, SPLIT, ModelConfig, Room, Weights
@@ -126,6 +126,13 @@ def test_captured_rounds_have_memory_that_prompts_cannot_use() -> None:
             assert 0 < wanted.captured <= wanted.workspace
             assert wanted.total == sum(wanted.parts.values()) and wanted.parts["captured rounds"] == wanted.captured
     assert plan(16, 57_344, "streaming").added_to(plan(16, 57_344)).captured > 0  # what drafts adds
+    streaming, snapkv = (plan(16, 57_344, policy, budget=2048) for policy in ("streaming", "snapkv"))
+    assert snapkv.captured > streaming.captured  # its observing pass is captured, too
+
+
+def test_a_rank_holds_its_share_of_the_weights() -> None:
+    whole = PRESETS["meta-llama/Llama-3.1-8B"]
+    assert bytes_of_weights(whole, 8, 2, None, CUDA) == whole.n_params // 8 * 2
 
 
 # ---- what sampling holds ---------------------------------------------------------------------------------------------

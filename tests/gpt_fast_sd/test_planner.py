@@ -518,3 +518,17 @@ def test_refreshing_a_selection_is_part_of_the_cost_of_a_round() -> None:
     plan.begin()
     plan.calibrate(world.measure, FEW, MANY, lambda n_keys: 1.0)  # a second for a token, as plain decoding takes
     assert plan.choose(MANY) == 0
+
+
+@pytest.mark.parametrize(("faster", "changes"), [(1.01, False), (1.03, True)])
+def test_another_tier_is_taken_where_it_promises_two_percent_more(
+    faster: float, changes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planner(World(0.1))
+    used, other = plan.tiers[-1], plan.tiers[-2]
+    for times in plan.verify.values():
+        times.seen = 99  # none is tried for its own sake
+    plan._last = used
+    monkeypatch.setattr(plan, "emitted", lambda: dict.fromkeys(plan.tiers, 1.0))
+    monkeypatch.setattr(plan, "seconds", lambda gamma, *_: 1 / {used: 1.0, other: faster}.get(gamma, 0.1))
+    assert plan.choose(1000) == (other if changes else used)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import gpt_fast_sd
 from gpt_fast_sd import Engine, SamplingParams
-from gpt_fast_sd.model import KVCache, Transformer
+from gpt_fast_sd.loading.fit import check_same_vocabulary
+from gpt_fast_sd.model import KVCache, Transformer, load_tokenizer, read_config
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.serving.requests import Request
@@ -25,7 +28,7 @@ from tests.gpt_fast_sd.policies.drafting import (
     tokens_of,
 )
 from tests.gpuless.recorder import mixed_devices
-from tests.helpers import ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import ByteTokenizer, ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 SMALLER = tiny_config(n_layers=1, dim=24, n_heads=3, n_kv_heads=3, ffn_dim=32)
 
@@ -211,3 +214,11 @@ def test_redrafting_takes_a_configuration() -> None:
     with pytest.raises(ValueError, match="draft must be a DraftConfig, got None"):
         engine.redraft(None)  # type: ignore[arg-type]
     assert engine.generate([[3, 4]], SamplingParams(max_tokens=2))
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused() -> None:
+    bundled = Path(gpt_fast_sd.__file__).parent / "bundled"
+    config = read_config(bundled)
+    check_same_vocabulary(load_tokenizer(bundled, config), config, bundled)
+    with pytest.raises(ValueError, match="has a different tokenizer than the target: they must share one"):
+        check_same_vocabulary(ByteTokenizer(), config, bundled)

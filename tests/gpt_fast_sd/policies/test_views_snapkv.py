@@ -277,7 +277,7 @@ def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: 
             return passes
 
         monkeypatch.setattr(one.schedule.rounds, "refresh", checked)
-        got = one.generate(LONG, SamplingParams(max_tokens=24, ignore_eos=True))
+        got = one.generate(LONG, SamplingParams(max_tokens=60, ignore_eos=True))
         tokens.append([c.tokens for c in got])
     assert tokens[0] == tokens[1]
 
