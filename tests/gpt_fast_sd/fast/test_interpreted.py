@@ -39,7 +39,7 @@ def run_interpreted(files: Sequence[Path], markers: str) -> tuple[list[str], str
     A file is right if some of its tests pass, and none fails or is skipped. One process runs all files: to start it
     takes seconds.
     """
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", markers]
+    command = [sys.executable, "-m", "pytest", "-v", "-rs", "--tb=short", "-p", "no:cacheprovider", "-m", markers]
     run = subprocess.run(
         [*command, *map(str, files)], env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True,
         text=True,
