@@ -23,6 +23,7 @@ from .files.checkpoint import (
 from .files.reading import CheckpointError, gguf_parts, parse_json, read_json
 from .files.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from .llama import Attention, Block, FeedForward, RMSNorm, Transformer
+from .rope import rope_frequencies
 
 __all__ = [
     "FORMATS",
@@ -60,6 +61,7 @@ __all__ = [
     "read_stored_dtype",
     "read_stored_float8",
     "resolve_model",
+    "rope_frequencies",
     "save_hugging_face",
     "stored_dtype",
 ]

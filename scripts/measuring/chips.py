@@ -162,9 +162,11 @@ class Rates:
 
 
 def rates_here(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The rates of this machine, over half a GiB (on a GPU four); takes a few seconds."""
-    on_cuda = device.type == "cuda"
-    return measure(device, n_bytes=2**32 if on_cuda else 2**29, size=8192 if on_cuda else 1024, dtype=dtype)
+    """The rates of this machine, over half a GiB (on a GPU four, or a quarter of what is free); takes a few seconds."""
+    if device.type != "cuda":
+        return measure(device, n_bytes=2**29, size=1024, dtype=dtype)
+    n_bytes = min(2**32, torch.cuda.mem_get_info(device)[0] // 4)
+    return measure(device, n_bytes=n_bytes // 4096 * 4096, size=8192, dtype=dtype)
 
 
 @torch.inference_mode()

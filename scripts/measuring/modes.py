@@ -182,11 +182,15 @@ class Mode:
         if len(todo) < len(self.points):
             parallel.log(f"{len(self.points) - len(todo)} of {len(self.points)} points are in {args.json} already")
         if todo:
+            self.before_engines()
             parallel.log(self.table.head)
         with tqdm(total=len(todo), unit="point", leave=False, disable=None if parallel.is_main else True) as self.bar:
             for group in grid.groups(todo, exact=args.exact):
                 self.measure_group(group)
         return [record for point in self.points if (record := self.known(point))]
+
+    def before_engines(self) -> None:
+        """Measure what needs a device that no engine fills."""
 
     def measure_group(self, left: list[Point]) -> None:
         """Measure points that may share an engine, whose draft is exchanged, or report why not.
@@ -321,10 +325,14 @@ class BySize(Mode):
         super().run()
         return [record for point in self.points if (record := self.ledger.find(point.key))]
 
+    def before_engines(self) -> None:
+        """The rates of the machine: an engine leaves no room for what is copied and multiplied to measure them."""
+        self.chip = points.rates_of(self.job.parallel.device, TORCH_DTYPES[self.job.dtype_name])
+
     def system(self, engine: Engine) -> System:
-        """The model on this machine, whose rates are measured once."""
-        self.chip = self.chip or points.rates_of(engine.device, engine.dtype)
+        """The model on this machine."""
         job, args = self.job, self.job.args
+        assert self.chip
         link = (chip_of(self.chip.name) or self.chip).link
         return System(
             model=job.config, chip=self.chip, device=engine.device.type, dtype=engine.dtype_name,

@@ -27,7 +27,10 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mark:
-    """When an event of a stream came, whose it was, how many tokens it brought, and whether they were its last."""
+    """When an event of a stream came, whose it was, how many tokens it brought, and whether they were its last.
+
+    Seconds that captures took do not count.
+    """
 
     seconds: float
     row: int
@@ -79,7 +82,8 @@ def run(
     marks, outputs = [], [[0]] * len(prompts)
 
     for event in engine.stream(prompts, params, speculate=speculate):
-        marks.append(Mark(time.perf_counter(), event.index, len(event.tokens), event.completion is not None))
+        now = time.perf_counter() - engine.stats.capture_seconds
+        marks.append(Mark(now, event.index, len(event.tokens), event.completion is not None))
         if event.completion:
             outputs[event.index] = event.completion.tokens
             finished(event.index)

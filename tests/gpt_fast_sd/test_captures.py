@@ -18,6 +18,7 @@ from gpt_fast_sd.fast.compile import CompiledStep
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.sampling import GREEDY, Kind
 from gpt_fast_sd.state import RoundPlan
+from measuring import turns
 from measuring.card import time_split
 from tests.drafts import draft_of
 from tests.gpuless.pools import RULES, Cuda, stand_in
@@ -174,6 +175,15 @@ def test_the_planner_learns_what_the_device_took_and_nothing_of_captures(
         cuda.clock += 0.1
     known = [seconds for seconds in learned if seconds is not None]
     assert None in learned and len(known) > 5 and known == pytest.approx([0.01] * len(known))
+
+
+def test_the_time_of_captures_is_in_no_speed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 ms a round of three rows and more tokens, though each capture takes a quarter of an hour."""
+    one = engine(gamma=2)
+    cuda.work, cuda.slow = 0.01, 1000.0
+    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
+    found = turns.run(one, PROMPTS, [dataclasses.replace(PARAMS, max_tokens=24)] * 3)
+    assert found.stats.capture_seconds >= 1000 and found.steady and found.steady >= 290 <= found.completion
 
 
 def test_the_card_names_no_parts_of_rounds_that_nobody_timed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import benchmark
 from flags import gammas, sizes
 from gpt_fast_sd import DraftConfig, EngineConfig
 from gpt_fast_sd.serving.stats import EngineStats
-from measuring import modes, points, turns
+from measuring import chips, modes, points, turns
 from measuring.chips import Chip, Rates
 from measuring.forecast import System
 from measuring.grid import Point, Setting, name_of
@@ -132,6 +132,24 @@ def test_every_point_is_in_the_file_and_in_the_table(sweep: Bench) -> None:
     assert out.count("streaming 16, gamma 2") >= 9  # as measured, in the table, and the critical length
     assert "streaming 16, gamma 2: critical length" in out and "break-even at batch 1" in out
     assert "12 of 12 rows equal plain decoding, token for token" in out
+
+
+def test_rates_are_measured_before_an_engine_fills_the_device(sweep: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    rates, build = points.rates_here, modes.Job.build
+    monkeypatch.setattr(points, "rates_here", lambda *of: order.append("rates") or rates(*of))
+    monkeypatch.setattr(modes.Job, "build", lambda *of: order.append("engine") or build(*of))
+    sweep.said("--batch 1,2 --context 40 --draft streaming")
+    assert order == ["rates", "engine", "engine"]
+
+
+@pytest.mark.parametrize(("free", "copied"), [(6, 1.5), (80, 4)])
+def test_rates_of_a_card_take_no_more_than_is_free(free: int, copied: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Record = {}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 1 << 40))
+    monkeypatch.setattr(chips, "measure", lambda device, **how: asked.update(how))
+    chips.rates_here(torch.device("cuda"), torch.bfloat16)
+    assert asked["n_bytes"] == copied * 2**30
 
 
 def test_capture_seconds_are_kept_out_of_speeds(sweep: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ class Cell:
 
 
 def cell_for(context: int, memory: float, *arms: Arm) -> Cell:
-    """The cell of that context for a chip with so many free bytes: rows are halved until the plan of every arm fits.
+    """The cell of that context for a chip with so many free bytes: as many rows as the plan of every arm allows.
 
     ValueError where not even one row does.
     """
@@ -90,7 +90,7 @@ def cell_for(context: int, memory: float, *arms: Arm) -> Cell:
     while any(system.memory(arm.draft(MOST_DRAFTED), batch, context)[1] for arm in arms or ARMS.values()):
         if batch == 1:
             raise ValueError(f"not even one row of {context:,} tokens fits into {memory / GIB:.0f} GiB")
-        batch //= 2
+        batch -= 1
     return Cell(batch=batch, context=context)
 
 
@@ -265,7 +265,10 @@ def timed_cell(setup: Setup, context: int, arm: Arm) -> Record:
         require_precision(arm.quantize, setup.device, torch.bfloat16 if setup.on_cuda else torch.float32, of_draft=True)
     except ValueError as error:
         return {"arm": arm.name, "quantize": arm.quantize, "skipped": str(error)}
-    cell = cell_for(context, setup.memory, *([arm] if arm.quantize else []))
+    try:
+        cell = cell_for(context, setup.memory, *([arm] if arm.quantize else []))
+    except ValueError as error:  # a card too small for it is no failure
+        return {"arm": arm.name, "quantize": arm.quantize, "skipped": str(error)}
     gamma = min(planned(setup.chip, cell, arm).gamma, 2 if setup.tiny else MOST_DRAFTED)
     began = time.perf_counter()
     bench = Bench(setup, cell, arm, gamma)

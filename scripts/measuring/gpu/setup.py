@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import ModelConfig, Transformer
+from gpt_fast_sd.model import ModelConfig, Transformer, rope_frequencies
 from measuring.chips import CHIPS, Chip, chip_of, measure, rates_here, seconds_of
 from measuring.ledger import short_name
 from measuring.machine import clocks, environment
@@ -153,13 +153,20 @@ def machine(setup: Setup) -> Record:
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
     """Random weights, large enough that attention is no average and greedy text keeps varying."""
     torch.manual_seed(0)
-    with torch.device(device):
+    with torch.device("meta"):  # in fp32 the weights of 8B alone are 30 GiB, more than a card of 24 or 32 GB has
         model = Transformer(config)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
+    model.rope_freqs = rope_frequencies(config).to(device)  # a buffer, which stays fp32
+    if config.tie_embeddings:
+        model.output.weight = model.embedding.weight
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:  # unit variance in gives a variance of 4 (queries, keys, values) or 2 out
             gain = 1.0 if "embedding" in name else (2.0 if "wqkv" in name else 1.4) * parameter.shape[1] ** -0.5
             torch.nn.init.normal_(parameter, std=gain)
-        parameter.data = parameter.data.to(dtype)  # the rotary frequencies, a buffer, stay fp32
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what the fp32 ones took is free for others, too
+        elif name.endswith("bias"):
+            torch.nn.init.zeros_(parameter)
+        else:
+            torch.nn.init.ones_(parameter)
     return model.eval().requires_grad_(False)

@@ -16,6 +16,7 @@ from torch import Tensor
 import gpu_suite
 from gpt_fast_sd import attention
 from gpt_fast_sd.acceptance import AcceptResult
+from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies.config import gamma_tiers
 from gpt_fast_sd.quantization.table import TABLE
 from measuring.chips import CHIPS
@@ -290,13 +291,25 @@ def test_a_replay_knows_the_tiers_of_the_model_that_is_timed(monkeypatch: pytest
 
 
 @needs_fake_cuda
-def test_a_random_model_on_a_chip_gives_back_what_its_first_weights_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_back: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+def test_a_random_model_takes_no_more_of_a_chip_than_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 24 GB holds 8B weights in bf16, not in fp32."""
+    made: list[tuple[torch.dtype, int]] = []
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *of, **how: made.append(how) or real(*of, **how))
     with fake_cuda_tensors():
         model = random_model(SMALL, torch.device("cuda"), torch.bfloat16)
-    assert given_back and {x.device.type for x in model.parameters()} == {"cuda"}
+    assert {x.device.type for x in model.parameters()} == {"cuda"}
     assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
+    on_chip = [how["dtype"] for how in made if torch.device(how.get("device") or "meta").type == "cuda"]
+    assert len(on_chip) == len(list(model.parameters())) and set(on_chip) == {torch.bfloat16}
+
+
+def test_a_random_model_is_the_one_that_was_meant() -> None:
+    model = random_model(replace(SMALL, tie_embeddings=True, qkv_bias=True), torch.device("cpu"), torch.float32)
+    assert model.output.weight is model.embedding.weight and model.rope_freqs.dtype == torch.float32
+    assert torch.equal(model.rope_freqs, Transformer(SMALL).rope_freqs)
+    assert all(x.isfinite().all() for x in model.parameters()) and float(model.embedding.weight.std()) > 0.9
+    assert bool((model.norm.weight == 1).all()) and not bool(model.layers[0].attention.wqkv.bias.any())
 
 
 def test_cells_are_as_large_as_the_memory_of_the_card_allows() -> None:
@@ -305,6 +318,7 @@ def test_cells_are_as_large_as_the_memory_of_the_card_allows() -> None:
 
     assert batches(CHIPS["h200"].memory) == [FULL[context] for context in (57344, 28672, 100_000)] == [16, 32, 8]
     assert batches(CHIPS["h100"].memory) == [8, 16, 4]
+    assert batches(130 * 2**30) == [15, 30, 8]  # not half as many for want of a row
     with pytest.raises(ValueError, match="not even one row of 100,000 tokens fits into 20 GiB"):
         cell_for(100_000, 20 * 2**30)
 
