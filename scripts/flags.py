@@ -26,7 +26,7 @@ from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.config import allowed_values
 from gpt_fast_sd.loading import sensible_threads
 from gpt_fast_sd.model import ModelConfig
-from gpt_fast_sd.policies.registry import heeds, policies
+from gpt_fast_sd.policies.registry import fields_used, policies
 from gpt_fast_sd.tp import Parallel, start
 from measuring.grid import known_drafters
 
@@ -168,7 +168,7 @@ def described(
         text += f"; {'one of ' if len(allowed) > 1 else ''}{', '.join(map(str, allowed))}"
     notes = []
     if config is DraftConfig:
-        who = [policy for policy in policies() if field.name in heeds(policy)]
+        who = [policy for policy in policies() if field.name in fields_used(policy)]
         notes += [f"for {', '.join(who)}"] if 0 < len(who) <= len(policies()) // 3 else []
     if default is None:
         notes += [f"default: {unset}"] if unset else []
@@ -196,7 +196,7 @@ def draft_of(args: argparse.Namespace) -> DraftConfig:
     "off" may stand beside all of them: so a command is repeated without drafts.
     """
     made = config_of(DraftConfig, args)
-    used = {"policy", "gamma"} | heeds(made.policy) | (heeds(made.view_name) if made.view_name else set())
+    used = {"policy", "gamma"} | fields_used(made.policy) | (fields_used(made.view_name) if made.view_name else set())
     for field in public(DraftConfig):
         if made.policy != "off" and field.name not in used and getattr(made, field.name) != field.default:
             raise ValueError(f"{flag_of(field)} does nothing for --draft {made.policy}: leave it out")

@@ -56,7 +56,7 @@ def drafts_of(
         if name in registry.policies() and registry.policy_class(name).own_cache:
             fields["draft_model"] = draft_model
         asked = {"quantize": quantize, "kv_bits": kv_bits}
-        fields |= {field: value for field, value in asked.items() if value and field in registry.heeds(name)}
+        fields |= {field: value for field, value in asked.items() if value and field in registry.fields_used(name)}
         drafts.append(DraftConfig(**fields))
         if not drafts[-1].max_gamma:
             raise ValueError(f"policy {name!r} drafts nothing: there is nothing to plan")

@@ -18,10 +18,10 @@ from ..state import BatchState
 from ..steps import Runner
 from . import selection
 from .config import DraftConfig
-from .list_and_window import SlotView
+from .list_and_window import ListAndWindowView
 
 
-class GuidedView(SlotView):
+class GuidedView(ListAndWindowView):
     """The blocks with the most mass, and a window that begins at a block's edge; each verification selects again.
 
     Before a slot's first verification it reads the first entries and the window. All queries of a verification count,

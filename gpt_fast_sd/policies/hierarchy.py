@@ -31,7 +31,7 @@ from .config import DraftConfig
 from .costs import ModelSteps
 from .lookup import LookupDraft
 from .model_draft import build_view
-from .policy import DraftPolicy, Drafts, OwnPrefill, View
+from .policy import DraftPolicy, OwnPrefill, RoundHooks, View
 from .standalone import StandaloneDraft, beside
 
 Count = TypeVar("Count", int, Tensor)
@@ -159,7 +159,7 @@ class HierarchyDraft(DraftPolicy):
         self._judge = target.backend.sampling_step(judge_step)
 
     @property
-    def parts(self) -> tuple[Drafts, ...]:
+    def parts(self) -> tuple[RoundHooks, ...]:
         """Both levels."""
         return self.view, self.cheap
 

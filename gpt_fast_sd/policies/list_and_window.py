@@ -32,7 +32,7 @@ def positions_of(kv_indices: Tensor, window_start: Tensor, window_width: int, po
     return (listed | in_window[:, None]) & (place <= pos[:, None])[:, None]
 
 
-class SlotView(View):
+class ListAndWindowView(View):
     """C listed entries and a window of at most W: a refresh fills the list and shortens the window.
 
     ..xx..x...xx....[======>        x listed, = window

@@ -14,7 +14,7 @@ from ..state import BatchState, RoundPlan
 from ..steps import Runner, Step, span
 from . import registry
 from .config import DraftConfig
-from .policy import DraftPolicy, Drafts, View
+from .policy import DraftPolicy, RoundHooks, View
 
 
 def build_view(config: DraftConfig, name: str, runner: Runner) -> View:
@@ -39,7 +39,7 @@ class ModelDraft(DraftPolicy):
         self._step = runner.step(draft_step, view.kv()[0])
 
     @property
-    def parts(self) -> tuple[Drafts, ...]:
+    def parts(self) -> tuple[RoundHooks, ...]:
         """The view."""
         return (self.view,)
 

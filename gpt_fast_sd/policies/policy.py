@@ -24,7 +24,7 @@ from .config import DraftConfig
 from .costs import PolicyCosts, ViewCosts
 
 
-class Drafts:
+class RoundHooks:
     """Shared by policies and views: each hook calls the same hook of the parts, and does nothing if there are none.
 
     The methods run in the order of their definition here, round after round: on the host between rounds, given the plan
@@ -36,7 +36,7 @@ class Drafts:
     refresh_every = 0  # tokens that a row commits from one refresh to the next; 0: no refresh is needed
 
     @property
-    def parts(self) -> tuple[Drafts, ...]:
+    def parts(self) -> tuple[RoundHooks, ...]:
         """The policies and views that it is made of."""
         return ()
 
@@ -98,7 +98,7 @@ class Drafts:
             part.host_free(slot)
 
 
-class DraftPolicy(Drafts, PolicyCosts):
+class DraftPolicy(RoundHooks, PolicyCosts):
     """Proposes up to plan.gamma tokens per row; what it takes, as far as it is not the least, PolicyCosts says."""
 
     about = "nobody: plain decoding"  # who proposes, in a phrase
@@ -147,7 +147,7 @@ class OwnPrefill(Protocol):
         ...
 
 
-class View(Drafts, ViewCosts):
+class View(RoundHooks, ViewCosts):
     """Which committed entries of a runner's cache a query reads: at most `budget` in each layer and kv head."""
 
     about = ""  # what it reads, in a phrase

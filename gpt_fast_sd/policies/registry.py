@@ -48,7 +48,7 @@ def about(name: str) -> tuple[str, str]:
     return made.about, view_class(name).about if name in VIEWS else made.reads
 
 
-def heeds(name: str) -> set[str]:
+def fields_used(name: str) -> set[str]:
     """The fields of DraftConfig that a policy uses."""
     return {*policy_class(name).flags, *(view_class(name).flags if name in VIEWS else ())}
 

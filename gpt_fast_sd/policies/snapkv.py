@@ -27,7 +27,7 @@ from ..state import BatchState, RoundPlan
 from ..steps import Runner, span
 from . import selection
 from .config import DraftConfig
-from .list_and_window import SlotView
+from .list_and_window import ListAndWindowView
 from .selection import top_pages
 
 OBSERVED = 32  # observation window, as in the paper
@@ -98,7 +98,7 @@ def _window(budget: int, refresh: int, n_observed: int) -> int:
     return min(n_observed + refresh, max(budget // 2, n_observed + n_observed // 4))
 
 
-class SnapKVView(SlotView):
+class SnapKVView(ListAndWindowView):
     """The entries that the observation window attended to most, and all from it on, until the window is full.
 
     A row that fits into the budget is read whole and needs no selection; so all observed tokens are committed ones.

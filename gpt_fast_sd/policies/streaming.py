@@ -7,10 +7,10 @@ import torch
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
 from .config import DraftConfig
-from .list_and_window import SlotView
+from .list_and_window import ListAndWindowView
 
 
-class StreamingView(SlotView):
+class StreamingView(ListAndWindowView):
     """The first n_sink entries and the last budget - n_sink; the window slides with every committed token."""
 
     about = "its first tokens and a sliding window"

@@ -296,7 +296,7 @@ class System:
 
 def budget_of(draft: DraftConfig) -> int | None:
     """The budget of a draft, None if its policy uses none."""
-    return draft.budget if "budget" in registry.heeds(draft.policy) else None
+    return draft.budget if "budget" in registry.fields_used(draft.policy) else None
 
 
 def label(one: Record) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpt_fast_sd.config import EngineConfig, SamplingParams
 from gpt_fast_sd.policies.config import DraftConfig
-from gpt_fast_sd.policies.registry import heeds, policies
+from gpt_fast_sd.policies.registry import fields_used, policies
 
 OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the draft model; "hierarchy" has lookup
 # fields that policies refuse unless they use them
@@ -27,7 +27,7 @@ def known_drafters() -> tuple[str, ...]:
 def has_a_model(drafter: str) -> bool:
     """Whether it drafts with a model of its own."""
     policy, _, cheap = drafter.partition("/")
-    fields = heeds(policy)
+    fields = fields_used(policy)
     return "draft_model" in fields and ("cheap" not in fields or cheap == "standalone")
 
 
@@ -46,7 +46,7 @@ class Setting:
     @property
     def uses(self) -> set[str]:
         """The fields of DraftConfig that it uses."""
-        fields = heeds(self.policy.partition("/")[0])
+        fields = fields_used(self.policy.partition("/")[0])
         return fields if has_a_model(self.policy) else fields - {"draft_model", "draft_tp"}
 
     def draft(self, gamma: int | str, common: Mapping[str, Any]) -> DraftConfig:
@@ -64,7 +64,7 @@ def settings_of(policies: Sequence[str], budgets: Sequence[int]) -> list[Setting
     """Every policy with every budget, or once if it has none."""
     found = []
     for policy in policies:
-        has_budget = "budget" in heeds(policy.partition("/")[0])
+        has_budget = "budget" in fields_used(policy.partition("/")[0])
         found += [Setting(policy=policy, budget=budget) for budget in (budgets if has_budget else [None])]
     return found
 

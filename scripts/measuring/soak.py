@@ -24,7 +24,7 @@ from gpt_fast_sd.config import SamplingParams
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.model import CausalSelf
 from gpt_fast_sd.policies.config import DraftConfig
-from gpt_fast_sd.policies.registry import heeds
+from gpt_fast_sd.policies.registry import fields_used
 from measuring import lossless
 from measuring.grid import Setting
 from measuring.lossless import Finding, dtypes_of
@@ -120,7 +120,7 @@ def finding(found: Soaked) -> Finding:
 
 def name_of(draft: DraftConfig) -> str:
     """Who drafts, in words."""
-    reads = "budget" in heeds(draft.policy)
+    reads = "budget" in fields_used(draft.policy)
     parts = [Setting(policy=draft.policy, budget=draft.budget if reads else None).label, f"gamma {draft.gamma}"]
     parts += [f"{name} {value}" for name in ("quantize", "kv_bits") if (value := getattr(draft, name)) is not None]
     return ", ".join(parts)
