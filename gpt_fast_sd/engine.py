@@ -271,7 +271,7 @@ class Engine:
     @own_settings()
     @torch.inference_mode()
     def warm_up(self, params: Sequence[SamplingParams] = ()) -> None:
-        """Compile all steps on the empty cache, once; later calls return at once. params: of requests to come."""
+        """Compile all steps on the empty cache, once, and what requests with these params need besides."""
         self._access.require_open()
         with self._access.at_work(self.schedule):
             self._warm_up(params)

@@ -93,7 +93,7 @@ class ViewCosts:
 # into the next doubling of the view, graphs of the one before are useless. Every tier, kind and view of 128K tokens
 # would be sixteen times as many. A hierarchy has up to 33 steps per round, and "auto" in several kinds also needs more
 # than these: if a batch then alternates between kinds, rounds are captured again, which costs only time. With one gamma
-# those of one view suffice: a graph of a wider kind serves narrower ones, so most batches hold three views in it.
+# those of one view suffice, of all kinds: a batch of one kind holds two views and more in their room.
 KINDS = 3
 MOST_STEPS = KINDS * (1 + MAX_GAMMA)
 REFRESH_STEPS = 2  # what a refreshing pass counts for: it launches more than a step does

@@ -47,7 +47,7 @@ def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
     """
     state, rounds, policy, seconds = at.state, at.rounds, at.policy, []
     assert policy
-    plan = RoundPlan(gamma=gamma, n_keys=n_keys - gamma)
+    plan = RoundPlan(gamma=gamma, n_keys=n_keys - gamma, captured=rounds.capture is not None)
     fed = slice(n_keys - gamma - 1, n_keys + MAX_GAMMA)
     held = [(buffer, buffer[:, :, fed].clone()) for buffer in at.cache.buffers]
     try:

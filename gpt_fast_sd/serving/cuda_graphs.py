@@ -28,7 +28,21 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
+# Before torch 2.13 a capture that fails leaves the allocator in the middle of it: nothing else can be captured then.
+FAILED_CAPTURES_END = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+# cudaErrorStreamCaptureUnsupported and those after it: the device goes on, the capture alone does not
+CAPTURE_ERRORS = range(900, 909)
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: the device goes on
+
 N_STREAMS = 32  # torch has this many streams per device, and hands them out cyclically
+
+
+def is_of_capturing(error: BaseException) -> bool:
+    """Whether an error is of a capture, or of the part that was captured, and not of the device or its memory."""
+    if isinstance(error, torch.AcceleratorError):
+        code = getattr(error, "error_code", None)
+        return "captur" in str(error) if code is None else code in CAPTURE_ERRORS
+    return isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError)
 
 
 def doubling(n_keys: int, capacity: int) -> int:

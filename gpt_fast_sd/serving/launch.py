@@ -27,16 +27,24 @@ from ..fast.devices import traits_of
 from ..loading import draft_group, ready_draft
 from ..policies import DraftConfig, DraftPolicy, build_policy
 from ..policies.config import gamma_tiers
-from ..policies.costs import REFRESH_STEPS, steps_held, steps_of
+from ..policies.costs import MOST_STEPS, REFRESH_STEPS, steps_held, steps_of
 from ..round import Round
 from ..sampling import Kind
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
-from .cuda_graphs import Capture, GraphPool, doubling
+from .cuda_graphs import FAILED_CAPTURES_END, Capture, GraphPool, doubling, is_of_capturing
 from .requests import Request
 
 Result = TypeVar("Result")
 Wait = Callable[[DoneEvent], None]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Where a round begins, on the device and in the time of captures."""
+
+    event: torch.cuda.Event
+    capture_seconds: float  # that captures had taken until then
 
 
 @dataclass
@@ -49,17 +57,17 @@ class InFlightRound:
     result: Tensor  # int64 [B, 2 * gamma + 5] on the host
     begun_event: torch.cuda.Event | None = None  # recorded before anything of the round; None: its parts are timed
     done_event: torch.cuda.Event | None = None  # recorded after the copy; None: the result is there
-    host_seconds: float = 0.0  # that launching it took, if the device worked meanwhile
-    replayed: bool = False  # as a graph that was there
+    host_seconds: float = 0.0  # that launching it took, if its device_seconds are known
+    exposed_seconds: float = 0.0  # those of them in which the device had nothing to do
+    is_usual: bool = False  # whether nothing was built or captured for it: others like it take as long
     timestamps: list[float] = field(default_factory=list)  # at the beginning, after the draft, after the target's step
     seen: Tensor | None = None  # fp32 [B, n_keys + gamma] on the host, rows as they began it, see Rounds.seen
     watching: float = 0.0  # seconds spent recording what the draft read
 
     @property
     def device_seconds(self) -> float:
-        """What it took the device, once it was read; 0 if its parts are timed on the host."""
-        if self.begun_event is None or self.done_event is None:
-            return 0.0
+        """What it took the device, once it was read."""
+        assert self.begun_event and self.done_event
         milliseconds: float = self.begun_event.elapsed_time(self.done_event)
         return milliseconds / 1e3
 
@@ -86,19 +94,21 @@ class Rounds(Round):
         width: int = 0,
         capture: Capture | None = None,
         wait: Wait = operator.methodcaller("synchronize"),
+        falls_back: bool = FAILED_CAPTURES_END,
     ) -> None:
-        """capture: how a round is captured.
+        """capture: how a round is captured. falls_back: whether one that cannot be captured runs as it is.
 
         wait: how to wait for the device, which a lost rank may keep in a round forever (see Parallel.wait_for).
         """
         super().__init__(target, state, policy, page=draft.page, width=width)
-        self.draft, self.capture, self.wait = draft, capture, wait
+        self.draft, self.capture, self.wait, self.falls_back = draft, capture, wait, falls_back
         self._captured: dict[tuple[object, ...], Callable[[], Any]] = {}
         self.most_steps = steps_held(target.cache.max_seq_len, draft, target.model.config.group_size)
         self._steps_held = 0  # steps in all captured rounds
         self._baked: tuple[object, ...] = ()
         self.capture_seconds = 0.0  # that captures have taken so far
-        self._told = False  # that some round cannot be captured
+        self._uncapturable: set[tuple[object, ...]] = set()  # keys of parts that run as they are
+        self._told = False  # that there are such
         self._warm: set[tuple[object, ...]] = set()
         self._pinned: list[Tensor] = []  # pinned host buffers, one per round in flight
         self._launched = 0
@@ -110,7 +120,7 @@ class Rounds(Round):
 
     @property
     def captured(self) -> int:
-        """CUDA graphs of rounds held now, with at most most_steps steps in all."""
+        """CUDA graphs of rounds held now, with at most most_steps steps in all, or one."""
         return len(self._captured)
 
     def keys_read(self, plan: RoundPlan) -> int:
@@ -121,7 +131,7 @@ class Rounds(Round):
 
     def launch(
         self, plan: RoundPlan, live: Sequence[tuple[int, Request]], *, planned: bool, watched: bool = False,
-        begun: torch.cuda.Event | None = None,
+        begun: Begun | None = None,
     ) -> InFlightRound:  # fmt: skip
         """Start a round for the live requests.
 
@@ -140,14 +150,14 @@ class Rounds(Round):
             timestamp()
             round_.result = self.device_round(plan, timestamp).cpu()
             return round_
-        captured = self.capture_seconds
+        is_built = self.is_warm(plan.gamma, plan.kind)
         replay = self._captured_round(plan)
-        round_.replayed = self.capture_seconds == captured and self.is_warm(plan.gamma, plan.kind)
-        if self.capture_seconds != captured:  # the device was idle meanwhile
-            begun = self.begin()
+        if begun is not None and begun.capture_seconds != self.capture_seconds:  # the device was idle meanwhile
+            begun, is_built = self.begin(), False
         result = replay()
         if begun is not None:
-            round_.begun_event, round_.done_event = begun, torch.cuda.Event(enable_timing=True)
+            round_.is_usual, round_.begun_event = is_built, begun.event
+            round_.done_event = torch.cuda.Event(enable_timing=True)
             round_.result = self._pinned_buffer(result)
             round_.result.copy_(result, non_blocking=True)
             round_.done_event.record()
@@ -155,7 +165,7 @@ class Rounds(Round):
             round_.result = result.clone()
         return round_
 
-    def begin(self) -> torch.cuda.Event | None:
+    def begin(self) -> Begun | None:
         """Mark on the device where a round begins, its policy's part included; None where rounds are read at once.
 
         The device goes on while whoever consumes the tokens works: only its own clock knows how long a round took.
@@ -164,7 +174,7 @@ class Rounds(Round):
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        return event
+        return Begun(event, self.capture_seconds)
 
     def seen(self, policy: DraftPolicy, plan: RoundPlan) -> Tensor:
         """The share of layers and kv heads that read each position in a round's last draft step: fp32 [B, S]."""
@@ -201,7 +211,7 @@ class Rounds(Round):
         part()
         self.synchronize()
         capture = self.capture.passing if isinstance(self.capture, GraphPool) else self.capture
-        return self._captured_or_as_it_is(capture, part) if capture else part
+        return (self._tried(capture, part) or part) if capture else part
 
     def refresh(self, plan: RoundPlan) -> int:
         """Let the policy refresh its selection before a round that drafts -> number of passes."""
@@ -229,11 +239,13 @@ class Rounds(Round):
             return lambda: self.device_round(plan)  # so that all is built when the next one is captured
         in_view = doubling(plan.n_keys + gamma, self.target.cache.capacity)
         any_rows = plan.to_capture(in_view - gamma)
-        # the graph of a wider kind gives the same tokens: a greedy row is one-hot, and a filter that is off keeps all
+        # The graph of a wider kind gives the same tokens, slower: a greedy row is one-hot, filters that are off keep
+        # all. It serves where another one would cost all that are held.
         kinds = (kind, Kind(True, kind.filtered), Kind(True, True))
-        keys = [(gamma, in_view, one, self.width, self.replay) for one in kinds]
-        key = next((key for key in keys if key in self._captured), keys[0])
-        return self._graph(key, steps_of(self.draft, gamma), lambda: self.device_round(any_rows))
+        keys, steps = [(gamma, in_view, one, self.width, self.replay) for one in kinds], steps_of(self.draft, gamma)
+        is_full = self._steps_held + steps > self.most_steps
+        key = next((key for key in keys if is_full and key in self._captured), keys[0])
+        return self._graph(key, steps, lambda: self.device_round(any_rows))
 
     def _graph(self, key: tuple[object, ...], steps: int, part: Callable[[], Result]) -> Callable[[], Result]:
         """A function that replays a part of a round; captured now, unless there is a graph for this key.
@@ -246,13 +258,19 @@ class Rounds(Round):
         if len(self._baked) != len(baked) or any(a is not b for a, b in zip(self._baked, baked, strict=True)):
             self.forget()
             self._baked = baked
+            self._uncapturable.clear()
+        if key in self._uncapturable:
+            return part
         if key not in self._captured:
             self.synchronize()  # so that a round in flight does not count as capture time
             started = time.perf_counter()
             try:
                 if self._steps_held + steps > self.most_steps:
                     self.forget()  # all of them, see GraphPool
-                self._captured[key] = self._captured_or_as_it_is(self.capture, part)
+                if (graph := self._tried(self.capture, part)) is None:
+                    self._uncapturable.add(key)
+                    return part
+                self._captured[key] = graph
                 self._steps_held += steps
             except BaseException:
                 self.forget()  # those captured before may have lost memory that they shared with this one
@@ -261,27 +279,27 @@ class Rounds(Round):
                 self.capture_seconds += time.perf_counter() - started
         return self._captured[key]
 
-    def _captured_or_as_it_is(
-        self, capture: Capture, part: Callable[[], Result], tries: int = 2
-    ) -> Callable[[], Result]:
-        """What replays a part of a round; where it twice cannot be captured, the part itself, as a warning says once.
+    def _tried(self, capture: Capture, part: Callable[[], Result]) -> Callable[[], Result] | None:
+        """What replays a part of a round; None where it twice cannot be captured, of which a warning tells once.
 
-        What the device itself raises, and a lack of memory, are raised.
+        What the device itself raises, and a lack of memory, are raised; so is everything where ranks share a round, all
+        of which must be captured or none.
         """
-        try:
-            return capture(part)
-        except Exception as error:
-            if not _is_of_capturing(error):
-                raise
+        why = ""
+        for _ in range(2):
+            try:
+                return capture(part)
+            except Exception as error:
+                causes = _causes(error)
+                if not (self.falls_back and all(map(is_of_capturing, causes))):
+                    raise
+                why = str(causes[-1]).strip().partition("\n")[0] or type(causes[-1]).__name__
             self.forget()  # those captured before may have lost memory that they shared with this one
-            if tries > 1:
-                return self._captured_or_as_it_is(capture, part, tries - 1)
-            if not self._told:
-                self._told = True
-                why = str(error).strip().partition("\n")[0] or type(error).__name__
-                said = f"a round cannot be captured ({why}): its kernels are launched one by one, slower"
-                warnings.warn(said, stacklevel=2)
-            return part
+        if not self._told:
+            self._told = True
+            said = f"a round cannot be captured ({why}): its kernels are launched one by one, slower"
+            warnings.warn(said, stacklevel=2)
+        return None
 
     def forget(self) -> None:
         """Free all captured rounds, none of which may be running: they are captured again when they are needed."""
@@ -306,7 +324,7 @@ class Rounds(Round):
             runner = getattr(level, "runner", None) or getattr(level, "target", None)
             if isinstance(runner, Runner) and runner.cache.seq_len is not self.target.cache.seq_len:
                 raise ValueError("the policy was built for another engine: build it over this one's target")
-        self.policy = policy
+        self.policy, self.most_steps = policy, MOST_STEPS  # of how many steps its rounds are is its own affair
         self._warm.clear()
         self.forget()
 
@@ -325,15 +343,12 @@ class Rounds(Round):
             torch.cuda.synchronize(self.target.device)
 
 
-# cudaErrorStreamCaptureUnsupported and those after it: the device goes on, the capture alone does not
-CAPTURE_ERRORS = range(900, 909)
-
-
-def _is_of_capturing(error: Exception) -> bool:
-    """Whether an error is of a capture, or of the part that was captured, and not of the device or its memory."""
-    if isinstance(error, torch.AcceleratorError):
-        return getattr(error, "error_code", None) in CAPTURE_ERRORS or "captur" in str(error)
-    return not isinstance(error, torch.OutOfMemoryError)
+def _causes(error: BaseException) -> list[BaseException]:
+    """An error and those during whose handling it came up, the first one last: ending a capture raises another."""
+    causes = [error]
+    while (before := causes[-1].__context__) is not None:
+        causes.append(before)
+    return causes
 
 
 def rounds_for(
@@ -348,4 +363,7 @@ def rounds_for(
     if draft_model:
         ready_draft(draft_model, theirs, target, copied=draft.quantize is not None)
     policy = build_policy(draft, target, draft_model, theirs)
-    return Rounds(target, state, policy, draft, width=width, capture=capture, wait=parallel.wait_for)
+    falls_back = FAILED_CAPTURES_END and parallel.tp == 1
+    return Rounds(
+        target, state, policy, draft, width=width, capture=capture, wait=parallel.wait_for, falls_back=falls_back
+    )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..fast.devices import require_current
-from .cuda_graphs import GraphPool
+from .cuda_graphs import OUT_OF_MEMORY, GraphPool, is_of_capturing
 from .scheduling import Schedule
 
 Event = TypeVar("Event")
@@ -52,7 +52,8 @@ class Access:
             ended_well = True
             raise
         except torch.AcceleratorError as error:
-            self.failure = _first_line(error)
+            if not is_of_capturing(error) and getattr(error, "error_code", None) != OUT_OF_MEMORY:
+                self.failure = _first_line(error)
             raise
         finally:
             self.running = False

@@ -71,10 +71,11 @@ class Schedule:
         some_end_before_others = [Kind(True, False)] * kind.sampled + [kind] * kind.filtered
         kinds = [GREEDY, *some_end_before_others] if self.rounds.capture else []
         new = [(gamma, one) for one in kinds for gamma in self.gammas if not self.rounds.is_warm(gamma, one)]
+        what = "compile" if self.rounds.target.backend.compiles else "warm up"
         for done, (gamma, one) in enumerate(new):
-            self.tell("compile", done, len(new))
+            self.tell(what, done, len(new))
             self.rounds.warm_up([gamma], [one])
-        self.tell("compile", len(new), len(new))
+        self.tell(what, len(new), len(new))
         return time.perf_counter() - started if new else 0.0
 
     def run(self, waiting: Waiting, speculate: bool, require_open: Callable[[], None]) -> Iterator[TokenEvent]:
@@ -198,6 +199,7 @@ class Schedule:
                 gamma = min(gamma, room)
         plan, self._follows_a_draft = plan.with_gamma(gamma), policy is not None and gamma > 0
         begun = self.rounds.begin()
+        before = 0.0 if self.in_flight else time.perf_counter() - started
         if policy and gamma:
             policy.host_before_round(self.state, plan)
             self.rounds.refresh(plan)
@@ -214,7 +216,7 @@ class Schedule:
         if begun is None:
             self.stats.decode_seconds += seconds
         else:
-            round_.host_seconds = seconds
+            round_.host_seconds, round_.exposed_seconds = seconds, before
         return True
 
     def _collect_all_but(self, n: int) -> Iterator[TokenEvent]:
@@ -247,11 +249,12 @@ class Schedule:
         stats.decode_tokens += sum(len(event.tokens) for event in events)
         working = time.perf_counter() - started
         if round_.begun_event:  # it ran while the host worked, and perhaps whoever consumes the tokens: not his time
-            device, host = round_.device_seconds, round_.host_seconds + time.perf_counter() - collected
-            working = max(device, host)
+            device, collecting = round_.device_seconds, time.perf_counter() - collected
+            exposed = round_.exposed_seconds + (0.0 if self.in_flight else collecting)  # the device waited meanwhile
+            working = max(device + exposed, round_.host_seconds + collecting)
             stats.device_seconds += device
             if round_.planned and events:
-                self.planner.record_whole(gamma, keys_read, working if round_.replayed else None, taken)
+                self.planner.record_whole(gamma, keys_read, working if round_.is_usual else None, taken)
         stats.decode_seconds += working
         if round_.timestamps:
             begun, drafted, verified = round_.timestamps

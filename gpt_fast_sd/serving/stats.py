@@ -62,11 +62,11 @@ class EngineStats:
     draft's own cache, which prefill_tokens leaves out. decode_seconds is that of rounds, draft_seconds and
     verify_seconds (of the target's own steps) are parts of it; host_seconds is the rest: judging, commit, text,
     bookkeeping. The parts of a round that is one CUDA graph are not timed: device_seconds has what it took the device,
-    by its own clock, and decode_seconds that or the host's own time for the round, whichever is more: neither knows how
-    long the consumer of the tokens takes.
+    by its own clock, and decode_seconds that and the host's time in which the device waits for it, or all the host's,
+    whichever is more. None of them knows how long the consumer of the tokens takes.
     kv_bytes counts what attention reads in the rounds, for drafts and the target: every slot, to the end of the last
     split in view. rounds_by_gamma counts the rounds by how many tokens they drafted. recompiles counts graphs compiled
-    during the call, compile_seconds is the time of the engine's one warm-up. capture_seconds is the time of capturing
+    during the call, compile_seconds is the time of the engine's warm-ups. capture_seconds is the time of capturing
     rounds as CUDA graphs, each when it was first needed; it does not count in decode_seconds.
     """
 

@@ -17,6 +17,8 @@ from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast.compile import CompiledStep
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.sampling import GREEDY, Kind
+from gpt_fast_sd.serving.launch import Rounds
+from gpt_fast_sd.serving.requests import Request
 from gpt_fast_sd.state import RoundPlan
 from measuring import turns
 from measuring.card import time_split
@@ -177,6 +179,54 @@ def test_the_planner_learns_what_the_device_took_and_nothing_of_captures(
     assert None in learned and len(known) > 5 and known == pytest.approx([0.01] * len(known))
 
 
+def test_a_capture_of_a_refresh_alone_is_time_of_no_round(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row outgrows the budget of a selection while its rounds have their graphs: the refresh alone is captured."""
+    one, learned = engine("snapkv", gamma=1), list[float | None]()
+    one.warm_up()
+    monkeypatch.setattr(one.schedule.planner, "record_whole", lambda *args: learned.append(args[2]))
+    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
+    cuda.work, cuda.slow = 0.01, 1000.0
+    one.generate([random_ids(80)], dataclasses.replace(PARAMS, max_tokens=40))
+    keys = {key[0] for key in one.schedule.rounds._captured}
+    assert "refresh" in keys and one.stats.capture_seconds >= 2000
+    assert one.stats.decode_seconds < 10 and all(seconds is None or seconds < 10 for seconds in learned)
+
+
+@pytest.mark.parametrize(("behind", "seconds"), [(0, 0.014), (1, 0.010)])
+def test_a_host_that_the_device_waits_for_counts_beside_it(
+    behind: int, seconds: float, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round with none in flight before and behind it is as long as both, else as long as the longer one."""
+    one = engine("off")
+    tokens(one)
+    cuda.work, commit = 0.01, Request.commit
+
+    def slowly(self: Request, *args: Any) -> Any:
+        cuda.clock += 0.004
+        return commit(self, *args)
+
+    monkeypatch.setattr(Rounds, "results_behind", behind)
+    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
+    monkeypatch.setattr(Request, "commit", slowly)
+    one.generate([random_ids(5)], dataclasses.replace(PARAMS, max_tokens=20))
+    assert one.stats.decode_seconds == pytest.approx(one.stats.rounds * seconds, abs=0.005) and one.stats.rounds == 20
+
+
+def test_a_first_round_of_a_kind_teaches_nothing(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may build what its sampling needs; the next one is captured, those behind it are as all others."""
+    one, usual = engine(), list[bool]()
+    launch = one.schedule.rounds.launch
+
+    def noted(*args: Any, **how: Any) -> Any:
+        usual.append((round_ := launch(*args, **how)).is_usual)
+        return round_
+
+    monkeypatch.setattr(one.schedule.rounds, "launch", noted)
+    sampled = dataclasses.replace(PARAMS, temperature=0.9, seed=1)
+    list(one.stream(iter([(PROMPTS[0], sampled)])))
+    assert usual[:2] == [False, False] and all(usual[2:]) and len(usual) > 3
+
+
 def test_the_time_of_captures_is_in_no_speed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 ms a round of three rows and more tokens, though each capture takes a quarter of an hour."""
     one = engine(gamma=2)
@@ -239,6 +289,40 @@ def test_a_round_that_cannot_be_captured_runs_as_it_is_and_says_so_once(
     assert left[0] < 1000 and other.stats.rounds
 
 
+@pytest.mark.parametrize("policy", ["streaming", "snapkv"])
+def test_parts_that_cannot_be_captured_are_tried_twice_each_and_never_again(
+    policy: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine(policy, gamma=2)
+    one.warm_up()
+    left = unlucky(ReadsTheHost("a value was read"), cuda, monkeypatch, 1000)
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        tokens(one, dataclasses.replace(PARAMS, max_tokens=30))
+    keys = one.schedule.rounds._uncapturable
+    assert 1000 - left[0] == 2 * len(keys) and (len(keys) > 1 or policy == "streaming")
+    tokens(one, dataclasses.replace(PARAMS, max_tokens=30))
+    assert 1000 - left[0] == 2 * len(keys)
+
+
+def test_ranks_that_share_a_round_do_not_fall_back_one_by_one(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    one.warm_up()
+    one.schedule.rounds.falls_back = False
+    unlucky(ReadsTheHost("on one of them"), cuda, monkeypatch, 1)
+    with pytest.raises(ReadsTheHost, match="on one of them"):
+        tokens(one)
+
+
+def test_a_lack_of_memory_behind_a_failed_end_of_a_capture_is_seen(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    one.warm_up()
+    late = RuntimeError("operation failed due to a previous error during capture")
+    late.__context__ = torch.OutOfMemoryError("no memory")
+    unlucky(late, cuda, monkeypatch, 1)
+    with pytest.raises(RuntimeError, match="previous error"):
+        tokens(one)
+
+
 def test_a_capture_that_failed_once_is_tried_again(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine()
     expected = tokens(one)
@@ -272,7 +356,9 @@ def test_a_graph_of_a_wider_kind_serves_a_narrower_batch(cuda: Cuda) -> None:
     one.warm_up([filtered])
     tokens(one, filtered)  # all three kinds are called, and graphs of rows that filter are captured
     before = len(cuda.captures)
-    one.schedule.rounds._captured = {k: v for k, v in one.schedule.rounds._captured.items() if k[2] == KINDS[2]}
+    rounds = one.schedule.rounds
+    rounds._captured = {key: graph for key, graph in rounds._captured.items() if key[2] == KINDS[2]}
+    rounds.most_steps = rounds._steps_held  # there is no room for more
     assert [tokens(one, params) for params in (PARAMS, sampled, filtered)] == expected
     assert len(cuda.captures) == before
 
@@ -281,8 +367,8 @@ def test_kinds_that_are_known_are_compiled_before_and_shown_as_progress(cuda: Cu
     one, told = engine(), list[tuple[str, int, int]]()
     one.on_progress = lambda *args: told.append(args)
     one.warm_up([dataclasses.replace(PARAMS, temperature=0.9, top_p=0.9)])
-    kinds = [(what, done, of) for what, done, of in told if what == "compile"]
-    assert kinds[-5:] == [("compile", i, 4) for i in range(5)]  # two gammas, of rows that sample and that filter
+    kinds = told
+    assert kinds[-5:] == [("warm up", i, 4) for i in range(5)]  # two gammas, of rows that sample and that filter
     assert all(one.schedule.rounds.is_warm(gamma, kind) for gamma in (2, 0) for kind in KINDS)
     told.clear()
     one.warm_up([PARAMS])
