@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .config import EngineConfig, SamplingParams
     from .engine import Engine
-    from .policies import registry
+    from .policies import registry as registry
     from .policies.config import DraftConfig
     from .serving.requests import Completion, TokenEvent
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "DraftConfig", "Engine", "EngineConfig", "SamplingParams", "TokenEvent", "registry"]
+__all__ = ["Completion", "DraftConfig", "Engine", "EngineConfig", "SamplingParams", "TokenEvent"]
 
 # The folders model/ and tp/ of a checkout are links here; where links were not kept, as in some archives, they are
 # found next to this folder.

@@ -253,9 +253,9 @@ class Schedule:
             exposed = round_.exposed_seconds + (0.0 if self.in_flight else collecting)  # the device waited meanwhile
             working = max(device + exposed, round_.host_seconds + collecting)
             stats.device_seconds += device
-            if round_.planned and events:
-                self.planner.record_whole(gamma, keys_read, working if round_.is_usual else None, taken)
         stats.decode_seconds += working
+        if not round_.timestamps and round_.planned and events:
+            self.planner.record_whole(gamma, keys_read, working if round_.is_usual else None, taken)
         if round_.timestamps:
             begun, drafted, verified = round_.timestamps
             if gamma:

@@ -194,6 +194,16 @@ def test_what_a_machine_lacks_is_said_in_one_sentence_before_weights_are_read(
     assert capfd.readouterr().err == ""  # not a page of a compiler's
 
 
+@needs_triton
+def test_a_gpu_with_all_that_kernels_need_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.gpuless.driver import stand_in
+
+    gpu(monkeypatch)
+    with stand_in(90):
+        require_kernels(CUDA)
+    require_kernels(CPU)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "gpu"])
 @pytest.mark.parametrize("program", [generate, batch, benchmark])
 def test_programs_refuse_a_device_that_is_not_there_with_code_2(

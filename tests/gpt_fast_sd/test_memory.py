@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import gpt_fast_sd.engine as engine_module
 import gpt_fast_sd.fast.cpu.packing as packing
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.bodies import Bodies
@@ -26,6 +25,7 @@ from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.costs import MOST_STEPS
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import Kind
+from gpt_fast_sd.serving import launch
 from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.gpt_fast_sd.policies.drafting import tokens_of
@@ -354,7 +354,7 @@ def test_a_redraft_that_cannot_fit_is_refused_and_nothing_is_changed(monkeypatch
     assert enough > plans[0].total + plans[1].draft_kv
     held = asked(monkeypatch, enough - 1)
     with monkeypatch.context() as within:
-        within.setattr(engine_module, "build_policy", lambda *args: pytest.fail("something was built"))
+        within.setattr(launch, "build_policy", lambda *args: pytest.fail("something was built"))
         with pytest.raises(ValueError) as refusal:
             engine.redraft(second, small)
     sentence = str(refusal.value)

@@ -20,7 +20,7 @@ from measuring.replay import Replay
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, tokens_of
-from tests.gpuless.recorder import HostRead, capture
+from tests.gpuless.recorder import capture
 from tests.helpers import ByteTokenizer, ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 NAMES = ["off", *POLICIES, *MIXTURES]
@@ -161,7 +161,7 @@ def test_exact_mode_keeps_its_bits_in_captured_rounds() -> None:
     assert tokens_of(one) == tokens_of(eager)
 
 
-def test_a_policy_that_reads_on_the_host_cannot_be_captured() -> None:
+def test_a_policy_that_reads_on_the_host_cannot_be_captured_and_runs_as_it_is() -> None:
     one = captured("streaming")
     begin = one.policy.device_before_draft  # type: ignore[union-attr]
 
@@ -171,8 +171,9 @@ def test_a_policy_that_reads_on_the_host_cannot_be_captured() -> None:
             raise AssertionError
 
     one.policy.device_before_draft = peeking  # type: ignore[union-attr]
-    with pytest.raises(HostRead):
-        one.generate(PROMPTS[:2], GREEDY[:2])
+    with pytest.warns(UserWarning, match="a round cannot be captured"):
+        got = one.generate(PROMPTS[:2], GREEDY[:2])
+    assert tokens_of(got) == tokens_of(engine("streaming").generate(PROMPTS[:2], GREEDY[:2]))
 
 
 def test_a_replayed_table_goes_on_inside_a_captured_round() -> None:

@@ -70,7 +70,7 @@ class Cuda:
         self.pools: dict[tuple[int, int], Pool] = {}
         self.workspaces: dict[int, Workspace] = {}
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()  # those that were captured, and not reset
-        self.captures: list[dict[str, Any]] = []  # stream, pool and mode of each
+        self.captures: list[dict[str, Any]] = []  # stream, pool and mode of each, and what a capture should not meet
         self.landing: list[tuple[Tensor, Tensor]] = []  # copies on their way to the host
         self.events: list[str] = []
         self.slow = 0.0  # seconds that a capture takes, by the clock
@@ -231,9 +231,8 @@ class Graph:
         if self.handle in cuda.pools and not cuda.pools[self.handle].users:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED: all graphs of this pool are gone")
         cuda.pools.setdefault(self.handle, Pool()).users += 1
-        cuda.captures.append({"stream": self.stream, "pool": pool, "mode": capture_error_mode})
-        assert cuda.handles, "the first product of a thread makes its cuBLAS handle, which a capture must not do"
-        assert not gc.isenabled(), "a garbage collection may free what must not be freed in a capture"
+        at_all = {"handle": bool(cuda.handles), "collects": gc.isenabled()}
+        cuda.captures.append({"stream": self.stream, "pool": pool, "mode": capture_error_mode} | at_all)
         cuda.clock += cuda.slow
         cuda.capturing = True
         self.recording = Recording()
