@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -321,6 +322,16 @@ def test_cells_are_as_large_as_the_memory_of_the_card_allows() -> None:
     assert batches(130 * 2**30) == [15, 30, 8]  # not half as many for want of a row
     with pytest.raises(ValueError, match="not even one row of 100,000 tokens fits into 20 GiB"):
         cell_for(100_000, 20 * 2**30)
+
+
+def test_a_row_of_the_forecasts_that_no_plan_lets_through_is_marked() -> None:
+    page = (Path(__file__).resolve().parents[3] / "benchmarks/h200/README.md").read_text(encoding="utf-8")
+    arms = {arm.quantize or "bf16, the target's own": arm for arm in PRECISIONS.values()}
+    rows = re.findall(r"^\| (\d+)x(\d+)(\*?) \| (int8|float8|int4|bf16, the target's own) \|", page, flags=re.M)
+    assert len(rows) == 16
+    for batch, context, mark, name in rows:
+        fits = int(batch) == 1 or cell_for(int(context), CHIPS["h200"].memory, arms[name]).batch >= int(batch)
+        assert (mark == "") == fits, (batch, context, name)
 
 
 def test_the_roofline_is_the_data_sheets_of_a_known_chip_and_measured_of_another_and_memory_is_what_is_free(
