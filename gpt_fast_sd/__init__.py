@@ -43,4 +43,4 @@ if not TYPE_CHECKING:  # a type checker that saw this would accept any misspelt 
         return getattr(_import_module(_defined_in[name], __name__), name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *_defined_in})

@@ -270,11 +270,11 @@ class Engine:
 
     @own_settings()
     @torch.inference_mode()
-    def warm_up(self, params: Sequence[SamplingParams] = ()) -> None:
+    def warm_up(self, params: SamplingParams | Sequence[SamplingParams] | None = None) -> None:
         """Compile all steps on the empty cache, once, and what requests with these params need besides."""
         self._access.require_open()
         with self._access.at_work(self.schedule):
-            self._warm_up(params)
+            self._warm_up(self._intake.params(params))
 
     # ---------------------------------------------------------------- the path
 

@@ -210,6 +210,13 @@ class Intake:
             raise ValueError(f"prompt {twice} has its own SamplingParams, and params has some for it, too")
         return [self.one(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
 
+    def params(self, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        """Those of requests to come, one or several; ValueError if they are something else."""
+        several = [] if params is None else [params] if isinstance(params, SamplingParams) else params
+        if not (isinstance(several, Sequence) and all(isinstance(one, SamplingParams) for one in several)):
+            raise ValueError(f"params must be a SamplingParams, or a list of them, got {params!r:.80}")
+        return list(several)
+
     def each(self, prompts: Iterable[Any], params: SamplingParams | None) -> Iterator[Request | None]:
         """Each request is made, and its ValueError raised, when it is taken; None means no prompt now."""
         index = 0

@@ -315,7 +315,7 @@ class BySize(Mode):
     def known(self, point: Point) -> Record | None:
         """The figures that the file holds: what failed is tried again."""
         found = super().known(point)
-        return found if found and found["status"] == "measured" else None
+        return found if found and found.get("status") == "measured" else None
 
     def run(self) -> list[Record]:
         """As every mode, after the notes about the prompts."""
@@ -369,7 +369,7 @@ class BySize(Mode):
 
     def derived(self) -> Record:
         """What follows from all points together, for the file."""
-        return {"lengths": lengths_of([r for r in self.ledger.records if r["status"] == "measured"])}
+        return {"lengths": lengths_of([r for r in self.ledger.records if r.get("status") == "measured"])}
 
     def line(self, record: Record) -> str:
         """A row of the table, or several, or why there is none."""
@@ -380,7 +380,7 @@ class BySize(Mode):
     def listed(self, found: list[Record]) -> list[Record]:
         """Print all points in one table -> those that were measured; NothingMeasured where there is none."""
         print("", self.table.head, *map(self.line, found), sep="\n")
-        if measured := [r for r in found if r["status"] == "measured"]:
+        if measured := [r for r in found if r.get("status") == "measured"]:
             return measured
         raise NothingMeasured("nothing could be measured; the reasons are above")
 

@@ -373,7 +373,12 @@ def test_kinds_that_are_known_are_compiled_before_and_shown_as_progress(cuda: Cu
     assert all(one.schedule.rounds.is_warm(gamma, kind) for gamma in (2, 0) for kind in KINDS)
     told.clear()
     one.warm_up([PARAMS])
+    one.warm_up(PARAMS)
+    one.warm_up()
     assert told == []
+    for wrong in (3, [3], "greedy"):
+        with pytest.raises(ValueError, match="params must be a SamplingParams, or a list of them, got "):
+            one.warm_up(wrong)  # type: ignore[arg-type]
 
 
 def test_seconds_of_compiling_include_those_of_kinds_that_came_later(cuda: Cuda) -> None:
