@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast.compile import CompiledStep
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.sampling import GREEDY, Kind
+from gpt_fast_sd.serving.cuda_graphs import GraphPool
 from gpt_fast_sd.serving.launch import Rounds
 from gpt_fast_sd.serving.requests import Request
 from gpt_fast_sd.state import RoundPlan
@@ -36,6 +38,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     """Engines on the CPU capture."""
     gc.collect()
     monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cpu"], captures=True))
+    monkeypatch.setattr(GraphPool, "_alive", weakref.WeakSet())  # no other test's engine holds streams here
     with stand_in(RULES[-1]) as cuda:
         yield cuda
 

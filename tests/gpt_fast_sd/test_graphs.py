@@ -58,6 +58,7 @@ def cuda(rule: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     """Engines on the CPU capture, by the rules of each version of torch."""
     gc.collect()
     monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cpu"], captures=True))
+    monkeypatch.setattr(GraphPool, "_alive", weakref.WeakSet())  # no other test's engine holds streams here
     with stand_in(rule) as cuda:
         yield cuda
 
