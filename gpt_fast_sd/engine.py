@@ -272,9 +272,9 @@ class Engine:
     @torch.inference_mode()
     def warm_up(self, params: SamplingParams | Sequence[SamplingParams] | None = None) -> None:
         """Compile all steps on the empty cache, once, and what requests with these params need besides."""
-        self._access.require_open()
+        known = self._intake.params(params)
         with self._access.at_work(self.schedule):
-            self._warm_up(self._intake.params(params))
+            self._warm_up(known)
 
     # ---------------------------------------------------------------- the path
 
