@@ -4,11 +4,15 @@ Dynamo traces the step over a model of the first layer alone. The graph is cut i
 parts are compiled separately, and the middle one runs L times, each time with the weights and the cache of another
 layer. So a model with more layers takes no longer to compile, and Dynamo's guards look at one layer only.
 
+Where a layer begins with the norm that also follows the last one, as a Llama's does, both cuts lie behind it: the
+middle part ends with the norm of the next layer, so that Inductor makes one kernel of it and of the residual sum.
+
 Shapes: L layers.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +98,13 @@ class ByLayer:
 
         output, within = nodes[-1], [node for node in nodes if node.op != "placeholder" and _in_a_layer(node)]
         assert output.op == "output" and within, "a step over layers has a layer"
+        # a layer begins by reading its input, and ends with the input of the next one
+        handed_on = [(within[0].all_input_nodes[0], within[-1])]
+        begin, end, weights_of = _norms(nodes, within)
+        if begin:
+            within, handed_on = [*within[len(begin) :], *end], [*handed_on, (begin[-1], end[-1])]
+        # the weights of the norm at the end: of the next layer, there by place among its own
+        self._next = [(last.name, self._own[first.name]) for first, last in weights_of.items()]
         behind = set(within)  # and everything that depends on a layer
         for node in nodes:
             if any(source in behind for source in node.all_input_nodes):
@@ -103,21 +114,20 @@ class ByLayer:
         outside = [n for n in nodes if n in alive and n not in inside and n.op not in ("placeholder", "output")]
         before, after = [n for n in outside if n not in behind], [n for n in outside if n in behind]
 
-        # a layer begins by reading its input, and ends with the input of the next one
-        given, taken = within[0].all_input_nodes[0], within[-1]
-        assert _alike(given, taken), f"a layer is given {given.meta} and gives {taken.meta}"
-        self._given, self._taken = given.name, taken.name
-        wanted = _read_elsewhere(within, alive)
-        beside = [node for node in wanted if node is not taken]  # other results of each layer, collected in lists
+        assert all(_alike(*pair) for pair in handed_on), f"a layer is given and gives {handed_on}"
+        self._handed_on = [(given.name, taken.name) for given, taken in handed_on]
+        wanted, gives = _read_elsewhere(within, alive), [taken for _, taken in handed_on]
+        beside = [node for node in wanted if node not in gives]  # other results of each layer, collected in lists
         self._beside = [node.name for node in beside]
-        self._before = self._part(before, _read_elsewhere(before, alive))
+        self._before = self._part(before, _read_elsewhere(before, alive | set(within)))
         weights = {node.name for node, value in pairs if isinstance(value, torch.nn.Parameter)}
-        strange = [n.name for node in within for n in node.all_input_nodes if n.name in weights - set(self._own)]
+        weights -= {*self._own, *(name for name, _ in self._next)}
+        strange = [n.name for node in within for n in node.all_input_nodes if n.name in weights]
         assert not strange, f"weights that are none of this layer's: {strange}"
         # if nothing reads the output of the last layer, that layer computes only its other results
-        whole = n_layers > 1 or taken in wanted
-        self._layer = self._part(within, [*beside, taken]) if whole else None
-        self._last = self._layer if taken in wanted else self._part(within, beside)
+        read = any(taken in wanted for taken in gives)
+        self._layer = self._part(within, [*beside, *gives]) if n_layers > 1 or read else None
+        self._last = self._layer if read else self._part(within, beside)
         many = {node: [f"{node.name}@{i}" for i in range(n_layers)] for node in beside}
         self._after = self._part(after, _read_elsewhere(after, alive), many)
         self._results = [node.name if isinstance(node, fx.Node) else None for node in output.args[0]]
@@ -126,17 +136,21 @@ class ByLayer:
     def __call__(self, layers: Sequence[Layer], inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Run the step: the graph's inputs, and each layer's own tensors -> the graph's outputs."""
         known = dict(zip(self._names, inputs, strict=True))
+        behind = {name: known[name] for name, _ in self._next}
         if self._before:
             known.update(zip(self._before.outputs, _call(self._before, known), strict=True))
         for i, layer in enumerate(layers):
             part = self._last if i == len(layers) - 1 else self._layer
             for name, j in self._own.items():
                 known[name] = layer[j]
+            for name, j in self._next:
+                known[name] = layers[i + 1][j] if i + 1 < len(layers) else behind[name]
             assert part
             outputs = dict(zip(part.outputs, _call(part, known), strict=True))
             for name in self._beside:
                 known[f"{name}@{i}"] = outputs[name]
-            known[self._given] = known[self._taken] = outputs.get(self._taken)
+            for given, taken in self._handed_on:
+                known[given] = known[taken] = outputs.get(taken)
         if self._after:
             known.update(zip(self._after.outputs, _call(self._after, known), strict=True))
         return tuple(known[name] if name is not None else None for name in self._results)
@@ -205,6 +219,34 @@ def _in_a_layer(node: fx.Node) -> bool:
     """Whether a node was traced inside a Block; the node's module stack has its class, as such or by name."""
     stack = (node.meta.get("nn_module_stack") or {}).values()
     return any(kind is Block or str(kind).rpartition(".")[2] == Block.__name__ for _, kind in stack)
+
+
+def _norms(
+    nodes: Sequence[fx.Node], layer: Sequence[fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node], dict[fx.Node, fx.Node]]:
+    """The module at a layer's beginning and what follows the layer, and the weights of both; nothing if they differ."""
+    begin = list(itertools.takewhile(lambda node: _module(node) == _module(layer[0]), layer))
+    at = nodes.index(layer[-1]) + 1
+    end = list(nodes[at : at + len(begin)])
+    same = {layer[0].all_input_nodes[0]: layer[-1]}
+    weights: dict[fx.Node, fx.Node] = {}
+    if len(begin) == len(layer) or len(begin) != len(end):
+        return [], [], {}
+    for first, last in zip(begin, end, strict=True):
+        for a, b in zip(first.all_input_nodes, last.all_input_nodes, strict=False):
+            if a not in same and a.op == b.op == "placeholder" and _alike(a, b):
+                same[a] = weights[a] = b
+        mapped = fx.map_arg((first.args, first.kwargs), lambda node: same.get(node))
+        if (first.op, first.target, mapped) != (last.op, last.target, (last.args, last.kwargs)):
+            return [], [], {}
+        same[first] = last
+    return begin, end, weights
+
+
+def _module(node: fx.Node) -> str:
+    """The path of the innermost module that a node was traced in."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
 
 
 def _has_size(node: fx.Node) -> bool:

@@ -28,7 +28,10 @@ COMMUNICATOR = GIB  # NCCL's buffers of one group of ranks
 # A captured graph keeps a record of each launch on the device: about 64 KiB, by the growth of memory with graphs of 500
 # to 2,000 launches (NVIDIA's developer forum, thread 244901); not measured here.
 NODE = 64 * 2**10
-LAYER_NODES, STEP_NODES = 12, 30  # launches of a layer, and of everything else in a step
+# Launches of a layer with bf16 weights and cache, of which attention has three with mass, and a copy of that; and of
+# everything else in a step. What the code of a GPU has is counted in tests.
+LAYER_NODES, STEP_NODES = 13, 30
+MORE_NODES = {"int8": 2, "planes": 4, "float8": 4, "quest": 4}  # of a layer with such a cache, weights or view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +206,10 @@ def _launches(system: System) -> int:
     """Launches of all captured rounds that are held at a time, the larger of target and draft model in each step."""
     layers = max(model.n_layers for model, _ in system.shapes)
     steps = steps_held(system.config.max_seq_len, system.draft, system.model.group_size)
-    return steps * (LAYER_NODES * layers + STEP_NODES)
+    views = registry.policy_class(system.draft.policy).views(system.draft)
+    weights = {system.config.quantize, system.draft.quantize} & {"float8"}
+    more = sum(MORE_NODES.get(str(name), 0) for name in {system.format.name, *views, *weights})
+    return steps * ((LAYER_NODES + more) * layers + STEP_NODES)
 
 
 def _size(n: int) -> str:

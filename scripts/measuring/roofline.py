@@ -19,8 +19,8 @@ Shapes: B batch rows, T tokens of each in this step, L layers, D width, F feed-f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gpt_fast_sd.fast import launches
 from gpt_fast_sd.model import ModelConfig
@@ -51,14 +51,20 @@ class Efficiency:
     step_seconds: float = 0.0  # sampling, judging, launching
     judge_seconds: float = 0.0  # judging, commit and selection of a round
     split: int = 0  # keys per program of flash-decoding, whose sums are written and read again; 0: not counted
+    narrow: Mapping[str, float] = field(default_factory=dict, hash=False)  # see PUBLISHED; of others: 1.0
 
 
 IDEAL = Efficiency()
+# The share that quantized products reach of the bandwidth that bf16's reach, by what was published of the kernels that
+# run here or their like: GB/s of weights over bf16's 1,905 in torchao's table of Llama-3.1-8B on an H100, one row
+# (torchao/quantization/README.md of 0.8): int8 1,495, float8 by rows 1,161, int4 in groups of 64 1,019. On an A100
+# gpt-fast's README has 1,397 in bf16, 1,069 in 8 bits and 863 in 4 bits: 0.77 and 0.62.
+PUBLISHED = {"int8": 0.785, "float8": 0.61, "int4": 0.535}
 # What good public kernels reach: 0.85 of the bandwidth in thin matrix products, 0.80 in flash-decoding with grouped
 # queries (FlashInfer and TileLang on Hopper), 0.70 of the peak in matrix products; some 6 us per layer in a CUDA graph.
 PRACTICAL = Efficiency(
     linear_bandwidth=0.85, linear_peak=0.70, attention_bandwidth=0.80, attention_peak=0.45,
-    layer_seconds=6e-6, step_seconds=60e-6,
+    layer_seconds=6e-6, step_seconds=60e-6, narrow=PUBLISHED,
 )  # fmt: skip
 # What is expected of the kernels as they are compiled; each figure is an estimate:
 # - four thin products per layer, the shortest of 7 us: 0.75 to 0.80 of the bandwidth;
@@ -69,19 +75,19 @@ PRACTICAL = Efficiency(
 # - judging: logits of every drafted token in fp32 written and read, 12 to 19 small kernels, one that selects.
 EXPECTED = Efficiency(
     linear_bandwidth=0.78, linear_peak=0.60, attention_bandwidth=0.72, attention_peak=0.40, kernel_seconds=2e-6,
-    attention_seconds=10e-6, judge_seconds=0.27e-3, split=2048,
+    attention_seconds=10e-6, judge_seconds=0.27e-3, split=2048, narrow=PUBLISHED,
 )  # fmt: skip
 
 # Kernels that a step launches. Besides its attention a layer has nine: the products wqkv, wo, w_in and w_out, two
-# norms, rope of the queries, rope of the keys with the cache writes, SwiGLU. Before it reads its list, quest scores,
-# weighs and cuts pages, records and lists them.
+# norms, rope of the queries, rope of the keys with the cache writes, SwiGLU. A layer's mass is copied to where that of
+# all layers is. Before it reads its list, quest counts, scores, weighs and cuts pages, records and lists them.
 BESIDE_ATTENTION = 9
 OVER_A_LIST = launches("sparse_attention", n_entries=10**6)
 ATTENTION_KERNELS = {
-    "dense": launches("decode_attention"), "mass": launches("decode_attention_with_mass"), "sparse": OVER_A_LIST,
-    "quest": launches("quest_pages") + 2 + OVER_A_LIST,
+    "dense": launches("decode_attention"), "mass": launches("decode_attention_with_mass") + 1, "sparse": OVER_A_LIST,
+    "quest": launches("quest_pages") + 3 + OVER_A_LIST,
 }  # fmt: skip
-HEAD_KERNELS = 3  # the last norm, the product with the vocabulary, logits to fp32
+HEAD_KERNELS = 4  # cosines, the embedding with the first norm; the product with the vocabulary, logits to fp32
 
 
 def kernels(config: ModelConfig, attention: str = "dense") -> int:
@@ -121,12 +127,14 @@ class Conditions:
     """What all steps of a run have in common.
 
     weight_bytes, kv_bytes: bytes of one weight, and of one element of a key or value (2 for bf16). head_bytes: of one
-    weight of the output; None: like any other. tp: ranks that hold the model together. efficiency: what kernels reach.
+    weight of the output; None: like any other. precision: of quantized weights, by name. tp: ranks that hold the model
+    together. efficiency: what kernels reach.
     """
 
     weight_bytes: float = 2.0
     head_bytes: float | None = None
     kv_bytes: float = 2.0
+    precision: str | None = None
     tp: int = 1
     all_reduce: AllReduce = free
     efficiency: Efficiency = IDEAL
@@ -163,7 +171,7 @@ def step_seconds(
     """
     cost, e = step_cost(config, batch, n_tokens, context, under), under.efficiency
     handed_on = merged_bytes(config, batch, n_tokens, context, e.split, mass_page) / under.tp if e.split else 0.0
-    linear, attend = _seconds(cost, chip, e, handed_on)
+    linear, attend = _seconds(cost, chip, under, handed_on)
     gaps = kernels(config, "mass" if mass_page else attention) * e.kernel_seconds
     fixed = config.n_layers * (e.layer_seconds + e.attention_seconds) + e.step_seconds
     return linear + attend + gaps + fixed + collective_seconds(config, batch * n_tokens, under)
@@ -176,14 +184,14 @@ def collective_seconds(config: ModelConfig, n_tokens: int, under: Conditions) ->
     return counts.get("all_reduce", 0) * under.all_reduce(row * n_tokens) + best
 
 
-def _seconds(cost: StepCost, chip: Chip, e: Efficiency, handed_on: float = 0.0) -> tuple[float, float]:
+def _seconds(cost: StepCost, chip: Chip, under: Conditions, handed_on: float = 0.0) -> tuple[float, float]:
     """Seconds of the linear layers and of attention: in each, the longer of reading and arithmetic counts.
 
     handed_on: bytes that attention moves besides keys and values.
     """
-    linear = max(
-        cost.weight_bytes / (chip.bandwidth * e.linear_bandwidth), cost.linear_flops / (chip.peak * e.linear_peak)
-    )
+    e = under.efficiency
+    rate = chip.bandwidth * e.linear_bandwidth * e.narrow.get(str(under.precision), 1.0)
+    linear = max(cost.weight_bytes / rate, cost.linear_flops / (chip.peak * e.linear_peak))
     attention = max(
         (cost.kv_bytes + handed_on) / (chip.bandwidth * e.attention_bandwidth),
         cost.attention_flops / (chip.peak * e.attention_peak),
@@ -227,7 +235,7 @@ def refresh_seconds(
     """Seconds of refreshing per round in which each of batch rows grows by this many tokens."""
     rows, e = min(refresh.at_once, batch), under.efficiency
     cost = step_cost(config, rows, refresh.n_observed, context, under)
-    linear, attention = _seconds(cost, chip, e)
+    linear, attention = _seconds(cost, chip, under)
     gaps = kernels(config) * e.kernel_seconds + config.n_layers * (e.layer_seconds + e.attention_seconds)
     gaps += collective_seconds(config, rows * refresh.n_observed, under)
     passes = batch * tokens / refresh.every / rows  # per round

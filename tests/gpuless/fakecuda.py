@@ -25,7 +25,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from gpt_fast_sd.fast.compile import own_code
+from gpt_fast_sd.config import EngineConfig
+from gpt_fast_sd.fast.compile import CompiledStep, inductor_options
 
 GUARD = """
 // CUDA tensors of a torch that was built without CUDA: entering and leaving their device does nothing
@@ -87,9 +88,9 @@ def fake_cuda_tensors() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-@dataclass
+@dataclass(eq=False)
 class Generated:
-    """What Inductor made of one function: its launches by kind, each in order of the code."""
+    """What Inductor made of a step: its launches by kind, each in order of the code; of all layers, see parts."""
 
     code: str = field(repr=False)
     kernels: list[str] = field(default_factory=list)  # Triton kernels that Inductor wrote
@@ -100,6 +101,18 @@ class Generated:
     graphs: int = 0
     no_cudagraph: str | None = None  # why Inductor would not have put it into a CUDA graph
     mutated: list[int] = field(default_factory=list)  # inputs that are written to and are not buffers of a module
+    parts: list[Generated] = field(default_factory=list, repr=False)  # those that ran, in their order
+
+    def read(self) -> None:
+        """Find the launches in the code of one part."""
+        body = self.code[self.code.index("def call(") :].split("\ndef ")[0]
+        self.kernels = re.findall(r"(triton_\w+)\.run\(", body)
+        self.products = re.findall(r"extern_kernels\.(\w+)\(", body)
+        ops = re.findall(r"torch\.ops\.(\w+\.\w+)\.\w+\(", body)
+        self.ours = [op.split(".")[1] for op in ops if op.startswith("gpt_fast_sd.")]
+        self.others = [op for op in ops if not op.startswith("gpt_fast_sd.")]
+        sizes = re.findall(r"empty_strided_cuda\(\(([^()]*)\),", body)
+        self.allocated = [tuple(size for size in each.split(", ") if size) for each in sizes]
 
     @property
     def launches(self) -> int:
@@ -110,29 +123,37 @@ class _Generated(BaseException):  # not an Exception: nothing on the way may cat
     pass
 
 
+class _ReadStep(CompiledStep):
+    """The engine's compiled step; what Inductor generates for each of its parts is read, and counted when it is run."""
+
+    def __init__(self, fn: Callable[..., Any], cap: int) -> None:
+        super().__init__(fn, inductor_options(EngineConfig(), torch.device("cuda")))
+        self.cap, self.ran = cap, list[Generated]()
+
+    def _inductor(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        part = Generated("")
+        with _inductor_sees_cuda(self.cap, part), contextlib.suppress(_Generated):
+            super()._inductor(graph, inputs)
+        assert part.code, "Inductor generated nothing"
+        part.read()
+
+        def run(*inputs: Any) -> Any:
+            self.ran.append(part)
+            return graph.forward(*inputs)
+
+        return run
+
+
 def cuda_code(fn: Callable[..., Any], *args: Any, cap: int = 90) -> Generated:
-    """The code for fn(*args), whose tensors are fake and on "cuda", on a GPU with sm_<cap>; fullgraph."""
-    out = Generated("")
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
-
-        out.graphs += 1
-        with _inductor_sees_cuda(cap, out), contextlib.suppress(_Generated):
-            compile_fx(graph, inputs)
-        return graph.forward  # Dynamo goes on: it refuses sizes that were to vary and that Inductor has fixed
-
+    """What the step fn launches for these fake tensors on "cuda", a GPU with sm_<cap>: as the engine compiles it."""
+    step = _ReadStep(fn, cap)
     with contextlib.suppress(DataDependentOutputException):  # what is called at the end has no values
-        torch.compile(own_code(fn), fullgraph=True, dynamic=False, backend=backend)(*args)
-    assert out.code, "Inductor generated nothing"
-    body = out.code[out.code.index("def call(") :].split("\ndef ")[0]
-    out.kernels = re.findall(r"(triton_\w+)\.run\(", body)
-    out.products = re.findall(r"extern_kernels\.(\w+)\(", body)
-    ops = re.findall(r"torch\.ops\.(\w+\.\w+)\.\w+\(", body)
-    out.ours = [op.split(".")[1] for op in ops if op.startswith("gpt_fast_sd.")]
-    out.others = [op for op in ops if not op.startswith("gpt_fast_sd.")]
-    sizes = re.findall(r"empty_strided_cuda\(\(([^()]*)\),", body)
-    out.allocated = [tuple(size for size in each.split(", ") if size) for each in sizes]
+        step(*args)
+    out = Generated("\n".join(part.code for part in dict.fromkeys(step.ran)), parts=step.ran, graphs=step.graphs)
+    for part in step.ran:
+        for kind in ("kernels", "products", "ours", "others", "allocated", "mutated"):
+            getattr(out, kind).extend(getattr(part, kind))
+        out.no_cudagraph = out.no_cudagraph or part.no_cudagraph
     return out
 
 

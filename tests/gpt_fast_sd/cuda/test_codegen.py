@@ -19,16 +19,19 @@ from gpt_fast_sd.prefill import CHUNK, prefill_step
 from gpt_fast_sd.round import accept_step, decode_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.steps import span, varying
+from tests.gpt_fast_sd.cuda import rig
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
 from tests.helpers import few
 
 pytestmark = needs_cuda_code
 
-# A layer: rope of the queries, rope of the keys with both cache writes, the attention operator, SwiGLU, two norms (the
-# residual sums are in them), and the products wqkv, wo, w_in, w_out. The first norm looks the embedding up, too.
+# A layer, which ends with the norm of the next one: rope of the queries, rope of the keys with both cache writes, the
+# attention operator, SwiGLU, two norms (each with the residual sum before it), and the products wqkv, wo, w_in, w_out.
 LAYER = 10
-HEAD = 3  # the last norm, the product with the vocabulary, logits to fp32
+# Before them cosines and the first norm, which looks the embedding up; behind them the product with the vocabulary, and
+# its logits to fp32.
+HEAD = 4
 
 FORWARD = LAYERS * LAYER + HEAD
 STEPS = {  # launches, and which of them are ours
@@ -36,14 +39,14 @@ STEPS = {  # launches, and which of them are ours
     # the mass of all layers is put into one tensor
     "verify mass": (FORWARD + 1, {"decode_attention_with_mass": LAYERS}),
     **{f"draft {view}": (FORWARD, {"sparse_attention": LAYERS}) for view in ("streaming", "snapkv", "guided")},
-    # a layer chooses pages, notes which, and lists their entries; once, how many pages are closed
-    "draft quest": (FORWARD + LAYERS * 3 + 1, {"quest_pages": LAYERS, "sparse_attention": LAYERS}),
-    # only the keys of the last layer are needed: norm, wqkv, rope with the cache writes
-    "prefill": ((LAYERS - 1) * LAYER + 3, {"prefill_attention": LAYERS - 1}),
-    # no keys are written; of the last layer norm, wqkv, rope of the queries, attention, its mass, the best entries; a
-    # layer spreads queries and positions over all slots, picks outputs and mass of its own, averages them; one tensor
+    # a layer counts the pages that are closed, chooses some, notes which, and lists their entries
+    "draft quest": (FORWARD + LAYERS * 4, {"quest_pages": LAYERS, "sparse_attention": LAYERS}),
+    # of the last layer only the keys are needed: wqkv, rope with the cache writes
+    "prefill": ((LAYERS - 1) * LAYER + 4, {"prefill_attention": LAYERS - 1}),
+    # no keys are written; a layer spreads queries and positions over all slots, picks outputs and mass of its own,
+    # averages them, lists the best entries; of the last layer that is all; once, the lists are put into one tensor
     "observe": (
-        (LAYERS - 1) * LAYER + LAYERS * 6 + 7,
+        (LAYERS - 1) * (LAYER + 9) + 14,
         {"prefill_attention_with_lse": LAYERS, "key_mass": LAYERS, "top_pages": LAYERS},
     ),
 }
@@ -112,6 +115,21 @@ def test_a_step_is_few_launches_copies_no_cache_and_may_be_captured(name: str, h
     assert [sizes[0] for sizes in cache_sized(step)] == ["2"] * 3 * (name == "observe")
     assert step.graphs == 1 and step.no_cudagraph is None
     assert len(step.mutated) == {"observe": 0, "draft quest": by_quest}.get(name, written) * LAYERS
+
+
+def test_masses_of_many_layers_are_copied_by_a_launch_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor puts at most eight tensors into one in a single launch; forecasts and memory plans count so."""
+    monkeypatch.setattr(rig, "LAYERS", 9)
+    assert generate("verify mass").launches == 9 * LAYER + HEAD + 9
+
+
+def test_a_layer_that_begins_otherwise_than_what_follows_the_last_is_cut_before_its_norm() -> None:
+    """The sum is a launch of its own then."""
+    with fake_cuda_tensors(), torch.inference_mode():
+        one = fake_rig()
+        one.model.norm.eps *= 2
+        step, args = step_of("decode", one)
+        assert cuda_code(step, *args).launches == LAYERS * (LAYER + 1) + HEAD + 1
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from measuring.roofline import (
     IDEAL,
     MOST,
     PRACTICAL,
+    PUBLISHED,
     Conditions,
     Efficiency,
     Forecast,
@@ -420,6 +421,20 @@ def test_expected_steps_of_a_full_h200_match_the_estimates_of_their_parts() -> N
     assert steps[PRACTICAL].select_seconds == 0.0
 
 
+def test_quantized_products_reach_the_shares_that_were_published_on_a_gpu_alone() -> None:
+    def draft_seconds(quantize: str | None, efficiency: Efficiency, device: str = "cuda") -> float:
+        draft = DraftConfig(policy="guided", budget=1024, quantize=quantize)
+        return replace(on_h200(), device=device).forecast(draft, 0.9, 1, 4096, 4, efficiency).draft_seconds
+
+    per_byte = {
+        name: draft_seconds(name, Efficiency(narrow=PUBLISHED)) / draft_seconds(name, IDEAL)
+        for name in (None, *PUBLISHED)
+    }
+    weights = [per_byte.pop(None), *(1 / x for x in per_byte.values())]  # the keys of one row are 2 % of the bytes
+    assert weights == pytest.approx([1.0, *PUBLISHED.values()], rel=0.02)
+    assert draft_seconds("int8", Efficiency(narrow=PUBLISHED), "cpu") == draft_seconds("int8", IDEAL, "cpu")
+
+
 def test_what_splits_hand_on_and_mass_are_the_shares_that_the_kernel_names() -> None:
     cost = step_cost(LLAMA, 16, 6, 57344)  # 24 queries share a kv head
     plain, mass = (merged_bytes(LLAMA, 16, 6, 57344, 2048, page) for page in (0, 16))
@@ -479,10 +494,11 @@ def test_kernels_of_a_layer_are_counted_as_they_are_launched() -> None:
                     select_triton.quest_pages(q, bounds, ints(2), 48)
                 sparse_triton.attend(q, layer, ints(2, 8, 768), ints(2), 265, ints(2, 1), 8192, 16, arch=90)
         found[name] = len(launches)
-    of_layers = test_codegen.STEPS["draft quest"][0] - test_codegen.HEAD - 1
+    found["mass"] += 1  # a copy, see test_codegen
+    of_layers = test_codegen.STEPS["draft quest"][0] - test_codegen.HEAD
     found["quest"] += of_layers // test_codegen.LAYERS - test_codegen.LAYER - 1  # beside the operator that chooses
     assert found == roofline.ATTENTION_KERNELS
-    assert roofline.kernels(LLAMA) == 32 * 11 + 3
+    assert roofline.kernels(LLAMA) == 32 * 11 + 4
 
 
 # ---- lengths ---------------------------------------------------------------------------------------------------------
