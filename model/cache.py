@@ -278,6 +278,7 @@ class KVCache:
 
         self.layers = [layer() for _ in range(config.n_layers)]
         self.seq_len = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.clears = True  # whether what is past a row's last entry may be read, if only to be masked
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -318,7 +319,7 @@ class KVCache:
     def vacate(self, slot: int, keep: int = 0) -> None:
         """Forget a slot except its first `keep` entries: no value after them, not even a NaN, reaches the next user."""
         self.seq_len[slot] = 0
-        for buffer in self.buffers:
+        for buffer in self.buffers if self.clears else ():
             buffer[slot, :, keep:].zero_()
 
     def copy(self, source: int, slot: int, n: int) -> None:

@@ -9,6 +9,7 @@ Shapes: O x I a weight.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Linear
 
 from gpt_fast_sd.model import ModelConfig
+from gpt_fast_sd.tp import in_short
 
 from ..fast import BLOCK, ROWS_AT_ONCE, dequantize_blocks, unpack
 from ..fast.cpu.packing import PackedLinear
@@ -164,6 +166,22 @@ def require_precision(name: str | None, device: torch.device, dtype: torch.dtype
     if found.only_bf16 and dtype != torch.bfloat16:
         given = str(dtype).removeprefix("torch.")
         raise ValueError(f"{said} needs bf16 weights, and the model's are {given}: use dtype 'bf16'")
+    if found.cublas and (why := _refusal(device)):
+        raise ValueError(f"{said} needs products of float8 rows, which this GPU's library refuses ({why})")
+
+
+@functools.cache
+def _refusal(device: torch.device) -> str | None:
+    """Why torch refuses products of float8 rows on a GPU, found by one; None if it does not: on sm_120 some wheels do.
+
+    https://github.com/pytorch/pytorch/issues/192707
+    """
+    one, scale = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones(16, 1, device=device)
+    try:
+        torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError as error:
+        return in_short(error)
+    return None
 
 
 def require_sizes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Generator, Iterator
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from .cuda_graphs import OUT_OF_MEMORY, GraphPool, is_of_capturing
 from .scheduling import Schedule
 
 Event = TypeVar("Event")
+BUSY = "the engine is still streaming: exhaust or close that stream first"
 
 
 class Access:
@@ -20,8 +22,14 @@ class Access:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.running = self.closed = False
+        self._working = threading.Lock()  # held by a call that is at work; threads may begin at once
+        self.closed = False
         self.failure: str | None = None  # the error of the device
+
+    @property
+    def running(self) -> bool:
+        """Whether a call is at work."""
+        return self._working.locked()
 
     def require_open(self) -> None:
         """RuntimeError for an engine that is closed or broken."""
@@ -34,7 +42,7 @@ class Access:
         """The same, and for one that is at work; ValueError if another device is the current one."""
         self.require_open()
         if self.running:
-            raise RuntimeError("the engine is still streaming: exhaust or close that stream first")
+            raise RuntimeError(BUSY)
         require_current(self.device)
 
     @contextlib.contextmanager
@@ -44,7 +52,9 @@ class Access:
         If the device itself failed, the engine is unusable from then on and says so.
         """
         self.require_idle()
-        self.running, ended_well = True, False
+        ended_well = False
+        if not self._working.acquire(blocking=False):
+            raise RuntimeError(BUSY)
         try:
             yield
             ended_well = True
@@ -56,13 +66,14 @@ class Access:
                 self.failure = _first_line(error)
             raise
         finally:
-            self.running = False
             try:
                 schedule.clear(everything=not ended_well)  # it may have failed while a slot was being taken
             except Exception as error:
                 self.failure = self.failure or _first_line(error)
                 if ended_well:  # else the first error says more
                     raise RuntimeError(self._broken) from error
+            finally:
+                self._working.release()
 
     def close(self, schedule: Schedule) -> None:
         """End work in progress and free captured rounds, once."""

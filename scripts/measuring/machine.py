@@ -48,11 +48,12 @@ def version(package: str) -> str | None:
 
 
 def clocks() -> Record:
-    """Power limit, clocks and temperature of the first GPU as they are now; empty without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
+    """Power limit, clocks and temperature of torch's first GPU as they are now; empty without nvidia-smi or a GPU."""
+    if shutil.which("nvidia-smi") is None or not torch.cuda.is_available():
         return {}
+    gpu = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # nvidia-smi counts also those that are not visible
     fields = "driver_version,power.limit,power.draw,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu"
-    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id={gpu}"]
     output = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
     return dict(zip(fields.split(","), output.split(", "), strict=False))
 

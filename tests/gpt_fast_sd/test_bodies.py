@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.nn.modules.module import register_module_forward_hook
 
-from gpt_fast_sd import DraftConfig, Engine, SamplingParams, acceptance
+from gpt_fast_sd import DraftConfig, Engine, SamplingParams, acceptance, attention
 from gpt_fast_sd.bodies import CORE, Bodies
 from gpt_fast_sd.fast import choose, marks
 from gpt_fast_sd.fast.cpu.fused_layers import fuses
@@ -24,6 +24,7 @@ from gpt_fast_sd.model import CacheFormat
 from gpt_fast_sd.model.llama import Block, FeedForward
 from gpt_fast_sd.steps import Step
 from gpt_fast_sd.tp import collectives
+from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.helpers import random_ids, tiny_config, tiny_engine, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -249,3 +250,17 @@ def test_what_a_body_stands_for_is_edited_in_some_test() -> None:
     helpers = {name for name in on_a_cpu if ".cache:Cache" in name or name in (
         "gpt_fast_sd.sampling:SamplingTable.repeated", "gpt_fast_sd.tp.vocab:Vocabulary.argmax")}  # fmt: skip
     assert on_a_cpu - helpers <= USED
+
+
+def test_a_cache_that_triton_alone_reads_is_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeroing the rest of a long slot takes as long as a short prompt; what an edit brings back reads and masks it."""
+    assert tiny_engine().cache.clears
+    as_on_cuda(monkeypatch)
+    attend = attention.dense
+    one = tiny_engine(max_seq_len=600)
+    one.cache.layers[0].k[:, :, 40:] = 7.0
+    one.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    assert not one.cache.clears and one.cache.layers[0].k[0, :, -1].eq(7.0).all()
+    monkeypatch.setattr(attention, "dense", lambda *args: attend(*args))
+    with pytest.warns(UserWarning, match="was edited: attention as the core is written"):
+        assert tiny_engine().cache.clears

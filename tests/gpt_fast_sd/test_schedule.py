@@ -5,9 +5,11 @@ Shapes: L layers, K kv heads, T tokens, H head dim.
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch
 from gpt_fast_sd import Engine, SamplingParams
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import CHUNK, Prefill
+from gpt_fast_sd.serving import lifecycle
 from tests.gpt_fast_sd.policies.drafting import drafting, drafting_now_and_then, entries, prefilled
 from tests.gpt_fast_sd.test_rounds import NAMES, captured, engine, told
 from tests.helpers import ByteTokenizer, ahead, few, random_ids, thinned, tiny_config, tiny_model
@@ -298,3 +301,23 @@ def test_a_prompt_may_bring_its_own_parameters() -> None:
 def test_prompts_that_make_no_sense_are_refused_at_the_call(prompts: Any, params: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         engine("off").stream(prompts, params)
+
+
+def test_of_two_threads_that_begin_at_once_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, refused, told = threading.Barrier(2), threading.Event(), list[str]()
+    monkeypatch.setattr(lifecycle, "require_current", lambda device: both.wait(30))  # both have found it idle
+    access, schedule = lifecycle.Access(torch.device("cpu")), mock.Mock()
+
+    def work() -> None:
+        try:
+            with access.at_work(schedule):
+                told.append("at work" if refused.wait(30) else "alone")
+        except RuntimeError as error:
+            told.append(str(error))
+            refused.set()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for step in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            step(thread)
+    assert sorted(told) == ["at work", lifecycle.BUSY] and not access.running

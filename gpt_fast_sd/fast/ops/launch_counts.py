@@ -12,7 +12,7 @@ FIXED = {
     "guided_select": 1,
     "page_bounds": 1,
     "quest_pages": 3,
-    "int8_linear": 1,  # of a prompt, three: a copy of the weight, its scales, a product
+    "int8_linear": 1,  # of a prompt, two: a copy of the weight, a product
 }
 SUMMED_PAGE = {1: 128, 2: 128, 4: 32}  # bytes of a number of the cache -> the longest page that one program sums
 

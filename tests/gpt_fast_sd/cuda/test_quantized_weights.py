@@ -15,6 +15,7 @@ import torch._inductor.config as inductor
 from torch import nn
 
 from gpt_fast_sd.model import ModelConfig
+from gpt_fast_sd.quantization import table
 from gpt_fast_sd.quantization.quantize import draft_copy, drafter, quantize
 from gpt_fast_sd.quantization.table import precision_of, require_precision, require_sizes
 from gpt_fast_sd.tp import local_config
@@ -33,6 +34,7 @@ def gpu(capability: tuple[int, int] = (9, 0), cuda: str = "13.0") -> Iterator[No
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
         mock.patch.object(torch.version, "cuda", cuda),
+        mock.patch.object(table, "_refusal", lambda device: None),
     ):
         yield
 
@@ -131,6 +133,18 @@ def test_what_a_gpu_does_not_draft_with_is_refused_in_a_sentence(
     with gpu(capability, cuda), pytest.raises(ValueError, match=said) as caught:
         require_precision(name, CUDA, dtype, of_draft=True)
     assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_whose_library_has_no_product_of_float8_rows_is_refused_at_the_door() -> None:
+    """RTX 50's by some wheels of torch: its first draft would have failed, after minutes of loading."""
+    refusing = mock.patch.object(torch, "_scaled_mm", side_effect=RuntimeError("Rowwise scaling is not supported\nat"))
+    asked = table._refusal.__wrapped__
+    with fake_cuda_tensors():
+        assert asked(CUDA) is None  # its arguments are as torch wants them
+    said = r"needs products of float8 rows, .* \(.*Rowwise scaling is not supported.*\)$"
+    with gpu((12, 0)), refusing, pytest.raises(ValueError, match=said):
+        table._refusal = lambda device: asked(torch.device("cpu"))  # type: ignore[assignment]  # gpu() puts it back
+        require_precision("float8", CUDA, torch.bfloat16)
 
 
 def test_sizes_that_float8_does_not_take_are_refused() -> None:

@@ -5,11 +5,15 @@ Shapes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_fast_sd.fast import quantize_rows
+from gpt_fast_sd.fast.ops import int8
 from gpt_fast_sd.fast.triton import int8 as int8_triton
 from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP32, NAN
 from tests.helpers import few, thinned
@@ -73,6 +77,22 @@ def test_a_rows_bits_depend_on_no_other_row_and_for_a_kind_of_tile_not_on_their_
     spoilt = x.clone()
     spoilt[1:] = NAN
     assert linear(spoilt, *weight)[0].equal(expected[0])
+
+
+def test_many_rows_are_multiplied_with_a_copy_that_is_made_in_one_pass() -> None:
+    x, weight, scale, bias = case(int8.MOST_TILED + 1, 64, 40, BF16, biased=True)
+    passes = list[str]()
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = op(*args, **(kwargs or {}))
+            passes.extend([op.__name__] * (isinstance(out, Tensor) and out.shape == weight.shape))
+            return out
+
+    with Noted():
+        got = int8._int8_linear._init_fn(x, weight, scale, bias)
+    assert passes == ["empty_like.default", "mul.out"]
+    assert got.equal(torch.nn.functional.linear(x, (weight * scale[:, None]).to(BF16), bias))
 
 
 def test_the_weights_are_those_of_quantize_rows() -> None:
