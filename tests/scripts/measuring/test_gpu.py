@@ -17,10 +17,11 @@ from torch import Tensor
 import gpu_suite
 from gpt_fast_sd import attention
 from gpt_fast_sd.acceptance import AcceptResult
-from gpt_fast_sd.model import Transformer
-from gpt_fast_sd.policies.config import gamma_tiers
+from gpt_fast_sd.model import SPLIT, Transformer
+from gpt_fast_sd.policies.config import DraftConfig, gamma_tiers
 from gpt_fast_sd.quantization.table import TABLE
-from measuring.chips import CHIPS
+from measuring.chips import CHIPS, GIB
+from measuring.forecast import System
 from measuring.gpu import cells
 from measuring.gpu import kernels as timings
 from measuring.gpu.cells import ARMS, FULL, PRECISIONS, Bench, Cell, cell_for, planned, predict
@@ -385,3 +386,31 @@ def test_the_readme_of_benchmarks_holds_what_the_cost_model_gives_now() -> None:
             continue
         checked += 1
     assert checked == 7 + 16
+
+
+def rows_of(context: int, memory: float) -> int:
+    try:
+        return cell_for(context, memory).batch
+    except ValueError:
+        return 0
+
+
+def test_the_page_says_how_long_rows_may_be_on_cards_of_each_size() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    rows = {line.split("|")[1].strip(): line.split("|")[3:-1] for line in page.splitlines() if line.startswith("| ")}
+    memory = [7.5 * GIB, *(CHIPS[name].memory for name in ("rtx 4090", "rtx 5090", "h100", "h200"))]
+    guided, streaming = DraftConfig(policy="guided", budget=512, gamma=4), DraftConfig(policy="streaming")
+    asked: dict[str, tuple[int, DraftConfig, dict[str, Any]]] = {
+        "5": (1, guided, {}), "6": (1, replace(guided, quantize="int8"), {}),
+        "7": (8, streaming, {}), "8": (8, streaming, {"quantize": "int8"}),
+        "9": (8, streaming, {"quantize": "int8", "kv_dtype": "int8"}),
+    }  # fmt: skip
+    for row, (batch, draft, how) in asked.items():
+        for have, cell in zip(memory, rows[row], strict=True):
+            system = System(model=cells.LLAMA, chip=replace(CHIPS["h200"], memory=have), room=128, **how)
+            longest = int(cell.replace(",", ""))
+            assert longest == 0 or system.memory(draft, batch, longest)[1] is None, (row, cell)
+            longer = longest + SPLIT
+            assert longer > cells.LLAMA.max_seq_len - 128 or system.memory(draft, batch, longer)[1], (row, cell)
+    for have, cell in zip(memory, rows["4"], strict=True):
+        assert cell.strip() == ", ".join(str(rows_of(context, have)) for context in (57344, 28672, 100_000))
