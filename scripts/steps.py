@@ -8,9 +8,6 @@ sampling are not among them. "least" is what the step would take at the rates th
 began, the head included. docs/cpu.md explains more. Exit code: 0; 2 where what was asked for makes no sense.
 """
 
-# The engine generates as ever, and each call of its layers says how long its parts took, in the loop, where weights and
-# keys compete for the same caches.
-
 from __future__ import annotations
 
 import argparse
@@ -77,9 +74,7 @@ def least_seconds(runner: Runner, chip: Chip, batch: int, n_tokens: int, reads: 
     return linear + max(keys / chip.bandwidth, cost.attention_flops / chip.peak)
 
 
-def time_steps(
-    engine: Engine, prompts: Sequence[Sequence[int]], n_new: int, chip: Chip
-) -> tuple[list[Record], list[Record]]:
+def time_steps(engine: Engine, prompts: Sequence[Sequence[int]], n_new: int, chip: Chip) -> list[list[Record]]:
     """Generate plainly and with drafts -> medians of each kind of step, and rounds: JSON-ready, in milliseconds."""
     told, steps, rounds = list[Spent](), list[Record](), list[Record]()
     watched = watch(engine, told)
@@ -110,7 +105,7 @@ def time_steps(
         rounds.append({**where, **ms, "tokens": stats.tokens_per_round})
     for stack in watched:
         stack.watched = None
-    return steps, rounds
+    return [steps, rounds]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
