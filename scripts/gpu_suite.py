@@ -148,8 +148,6 @@ STAGES = {
         *(cell("cell", context, ARMS[arm]) for context in FULL for arm in ARMS if (context, arm) not in HEADLINES),
     )
 }  # fmt: skip
-
-
 Launch = Callable[[Stage, float], Record]
 
 

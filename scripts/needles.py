@@ -33,6 +33,7 @@ from measuring.ledger import Ledger, digest, fingerprint
 from measuring.needles import KINDS, Case, Cases, draw, measure_cell, print_summary, summarize
 
 PROGRAM = "needles.py"
+Cells = dict[tuple[str, int], list[Case]]  # of a kind and length
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -58,9 +59,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     add_engine_flags(parser, alone=True, batch_size={"default": 4}, max_seq_len=None, compile=None)
     return parser.parse_args(argv)
-
-
-Cells = dict[tuple[str, int], list[Case]]  # of a kind and length
 
 
 def prepare(args: argparse.Namespace) -> tuple[Engine, Cells, dict[Setting, DraftConfig], dict[str, str], Ledger]:

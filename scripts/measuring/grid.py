@@ -72,8 +72,6 @@ def buildable(
         except ValueError as error:
             skipped[setting.label] = str(error)
     for setting in settings:
-        if all(other in fine or other.budget != setting.budget for other in settings):
-            continue
         if not any(other.budget == setting.budget for other in fine):
             raise ValueError(skipped[setting.label])
     return fine, skipped

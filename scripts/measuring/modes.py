@@ -185,13 +185,12 @@ class Mode:
         alone = parallel.dp * parallel.tp == 1
         kinds: tuple[type[Exception], ...] = (ValueError, RuntimeError, MemoryError) if alone else (ValueError,)
         engine: Engine | None = None
+        drafting: DraftConfig | None = None
 
-        def taken(points: list[Point], found: Record | Exception) -> None:
+        def fail(points: list[Point], error: Exception) -> None:
             for one in points:
                 left.remove(one)
-                if parallel.is_main:
-                    self.done(one, found)
-                self.bar.update()
+                self._taken(one, error)
 
         while left:
             point, draft = left[0], self.job.draft(left[0])
@@ -199,30 +198,37 @@ class Mode:
             if engine is None or (draft.needs_planes and not engine.cache.format.planes):
                 engine = None
                 machine.release_memory(parallel.device)
-                needed = draft if point.needs_model or draft.needs_planes else None
+                drafting = draft if point.needs_model or draft.needs_planes else None
                 try:
-                    engine = self.build(point.batch, max(p.context for p in left), needed)
+                    engine = self.build(point.batch, max(p.context for p in left), drafting)
                 except kinds as error:
                     # it may be this draft for which none can be built: the others of its length get one without it
-                    concerned = [p for p in left if needed is None or self.job.draft(p) == draft]
+                    concerned = [p for p in left if drafting is None or self.job.draft(p) == draft]
                     longest = max(p.context for p in concerned)
-                    taken([p for p in concerned if p.context == longest], error)
+                    fail([p for p in concerned if p.context == longest], error)
                     continue
             try:
-                if engine.draft != draft:
+                if drafting != draft:
                     engine.redraft(draft)
+                    drafting = draft
                 engine.warm_up()
             except kinds as error:
-                taken([p for p in left if self.job.draft(p) == draft], error)
+                fail([p for p in left if self.job.draft(p) == draft], error)
                 engine = None
                 continue
             try:
                 found = self.measure(point, engine)
             except kinds as error:
-                taken([point], error)
+                fail([point], error)
                 engine = None  # its state is unknown: the others get a new one
             else:
-                taken([point], found)
+                left.remove(point)
+                self._taken(point, found)
+
+    def _taken(self, point: Point, found: Record | Exception) -> None:
+        if self.job.parallel.is_main:
+            self.done(point, found)
+        self.bar.update()
 
     def warn_of_speeds(self) -> None:
         if self.job.args.no_compile:
@@ -236,6 +242,7 @@ class Mode:
                 print(f"drawn: {path}")
 
     def report(self, found: list[Record]) -> None:
+        """Print what follows from the results, and draw them; NothingMeasured, or OutputsDiffer where they must not."""
         raise NotImplementedError
 
 
@@ -279,15 +286,15 @@ class BySize(Mode):
             **{name: getattr(args, name) for name in names}, **job.timed, **settings,
         )  # fmt: skip
         super().__init__(job, job.points(args.context), job.ledger(self.benchmark, settings, "points"), self.rows_of)
-        self.draft_config, self.chip = draft_config, None
-
-    chip: Chip | None  # the machine's rates, once they are measured
+        self.draft_config = draft_config
+        self.chip: Chip | None = None  # the machine's rates, once they are measured
 
     def note(self, batch: int, context: int) -> str | None:
         """What is to be said of a point's prompts, which are not made before an engine has room for them."""
         return prompts.remark_on(len(self.ids), batch, context, self.job.bos)
 
     def known(self, point: Point) -> Record | None:
+        """The figures that the file holds: what failed is tried again."""
         found = super().known(point)
         return found if found and found.get("status") == "measured" else None
 

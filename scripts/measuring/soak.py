@@ -39,11 +39,9 @@ PAIRS = 8  # of rests with one policy that growth is told of
 FARTHER = 6.0
 MOST_GROWTH = 4 * 2**20  # bytes per change of policy: torch keeps a mark at every weight of each step it has compiled
 KINDS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.7},
-    {"temperature": 1.0, "top_k": 20},
-    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}, {"temperature": 0.9, "top_p": 0.8},
     {"temperature": 1.2, "min_p": 0.1},
-)
+)  # fmt: skip
 
 Request = tuple[tuple[int, ...], SamplingParams]
 
