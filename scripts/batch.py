@@ -54,9 +54,8 @@ from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import gguf_parts, load_tokenizer, parse_json, read_config
 from gpt_fast_sd.tp import Parallel
 from journal import Files, Log, beside, indices, lock_of
-from measuring.card import as_record
 from measuring.ledger import as_json
-from records import Encoder, Record, own
+from records import Encoder, Record, as_record, own
 
 PROGRAM = "batch.py"
 AHEAD = 16  # lines per slot that may be read before the oldest of them is written, where the order of the input is kept

@@ -39,6 +39,7 @@ is tried again; batches, contexts and drafts may be added. Other settings are re
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,24 +53,23 @@ from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import load_tokenizer, read_config
 from measuring import grid, modes, plots, prompts
 from measuring.grid import draft_fields, draft_label, has_a_model, known_drafters
-from measuring.ledger import complete, read_document
+from measuring.ledger import Record, complete, read_document
 from measuring.modes import ByBudget, ByPrecision, BySize, Job, Lossless, Mode, describe
 from measuring.points import lengths_of, ratio_text
 
 PROGRAM = "benchmark.py"
-Record = dict[str, Any]
+TIMED = {"max_new_tokens": 64, "pairs": 3, "seed": 0, "dtype": "auto", "plots": None}
 DEFAULTS: dict[str, Record] = {  # of flags that were not given, by what is measured; what is not here is not read there
     "size": {
-        "batch": [1, 4], "context": [1000, 4000], "draft": ["streaming"], "budget": [256], "gamma": ["auto"],
-        "max_new_tokens": 96, "pairs": 3, "seconds": 0.0, "seed": 0, "dtype": "auto", "plots": None,
+        **TIMED, "batch": [1, 4], "context": [1000, 4000], "draft": ["streaming"], "budget": [256], "gamma": ["auto"],
+        "max_new_tokens": 96, "seconds": 0.0,
     },
     "budget": {
-        "batch": [4], "context": None, "draft": None, "budget": [64, 128, 256, 512], "gamma": [4],
-        "max_new_tokens": 64, "pairs": 3, "seconds": 0.0, "seed": 0, "dtype": "auto", "plots": None,
+        **TIMED, "batch": [4], "context": None, "draft": None, "budget": [64, 128, 256, 512], "gamma": [4],
+        "seconds": 0.0,
     },
     "precision": {
-        "batch": [4], "context": [4000], "draft": ["streaming"], "budget": [256], "gamma": [4],
-        "max_new_tokens": 64, "pairs": 3, "seed": 0, "dtype": "auto", "plots": None,
+        **TIMED, "batch": [4], "context": [4000], "draft": ["streaming"], "budget": [256], "gamma": [4],
         "precisions": ["none", "none/int8", "int8", "int8/int8"],
     },
     "lossless": {
@@ -78,18 +78,13 @@ DEFAULTS: dict[str, Record] = {  # of flags that were not given, by what is meas
     },
     "draw": {"plots": None},
 }  # fmt: skip
-MODES = {
-    "size": "--sweep size", "budget": "--sweep budget", "precision": "--sweep precision", "lossless": "--lossless",
-    "draw": "--draw",
-}  # fmt: skip
+MODES = {name: f"--{name}" if name in ("lossless", "draw") else f"--sweep {name}" for name in DEFAULTS}
 
 
 def prepare(args: argparse.Namespace) -> Job:
     """Check everything that can be checked before the work; ValueError or OSError in one sentence."""
-    check_files(
-        {"--json": args.json},
-        {"--text": args.text, "--model": args.model, "--draft-model": args.draft_model},
-    )
+    reads = {"--text": args.text, "--model": args.model, "--draft-model": args.draft_model}
+    check_files({"--json": args.json}, reads)
     if args.plots is not None:
         plots.check_drawable("--plots")
     if args.text and args.synthetic:
@@ -102,9 +97,7 @@ def prepare(args: argparse.Namespace) -> Job:
             raise ValueError(f"{MODES[args.mode]} is about texts: leave --synthetic out")
     elif not args.pairs:
         raise ValueError("--pairs 0 counts acceptance, which is for --sweep budget")
-    policies = args.draft or [
-        name for name in known_drafters() if name != "full" and (args.draft_model or not has_a_model(name))
-    ]
+    policies = args.draft or [x for x in known_drafters() if x != "full" and (args.draft_model or not has_a_model(x))]
     if args.mode == "lossless" and not args.draft_model and any(map(has_a_model, policies)):
         args.draft_model = str(args.model)  # no smaller one: the target drafts for itself, sparsely
     wanted = grid.settings_of(policies, args.budget)
@@ -162,16 +155,12 @@ def draw_files(args: argparse.Namespace) -> None:
             bars = cells.setdefault(f"context {r['context']:,}, batch {r['batch']}", {})
             bars[draft_label(r)] = r["ratio"]["median"], f" {ratio_text(r['ratio'])}"
         panels = [[(name, bars, 1.0) for name, bars in cells.items()]]
-        plots.draw_bars(panels, drawn[0], title=title, xlabel=plots.SPEED, first="")
+        plots.draw_bars(panels, drawn[0], title=title, xlabel=plots.SPEED)
     for path in drawn:
         print(f"drawn: {path}")
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
-
-
 def temperatures(text: str) -> list[float]:
-    """Numbers: "0,0.8"."""
     try:
         return sorted({float(part) for part in text.split(",")})
     except ValueError:
@@ -179,14 +168,10 @@ def temperatures(text: str) -> list[float]:
 
 
 def seconds(text: str) -> float:
-    """A time."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
-    return found
+    with contextlib.suppress(ValueError):
+        if 0 < (found := float(text)) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
 
 
 def defaults(name: str) -> str:
@@ -271,7 +256,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, check, measure, write."""
     with refusing(PROGRAM):
         args = parse(argv)
         if args.draw:
@@ -281,9 +265,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.plots is not None and args.plots.exists() and not args.plots.is_dir():
             raise ValueError(f"--plots needs a folder, and {args.plots} is a file")
         job = prepare(args)
-        mode: Mode = {"size": BySize, "budget": ByBudget, "precision": ByPrecision, "lossless": Lossless}[args.mode](
-            job
-        )
+        kinds = {"size": BySize, "budget": ByBudget, "precision": ByPrecision, "lossless": Lossless}
+        mode: Mode = kinds[args.mode](job)
     with job.parallel.guard():
         found = mode.run()
     job.parallel.close()

@@ -49,6 +49,7 @@ from measuring.tables import Column, Table, number
 # Shapes: T tokens, D hidden size, V vocabulary.
 PROGRAM = "evaluate.py"
 Record = dict[str, Any]
+Cuts = Mapping[str, Sequence[Tensor]]  # of texts, by name
 NEW_TOKENS = 80  # of a sample
 LOGITS_BLOCK = 1024  # positions whose logits are in memory at once
 OPENINGS = (  # our own
@@ -56,9 +57,6 @@ OPENINGS = (  # our own
     '"You have kept me waiting," said the old clockmaker, "and I should like to know',
     "Of all the islands which we visited that summer, the smallest was",
 )
-
-
-# ---- perplexity ------------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -71,9 +69,7 @@ def token_losses(model: Transformer, tokens: Tensor) -> Tensor:
     return torch.cat([F.cross_entropy(model.output(h).float(), t, reduction="none") for h, t in blocks]).cpu()
 
 
-def measure_perplexity(
-    engine: Engine, tokenizer: Tokenizer, cuts: Mapping[str, Sequence[Tensor]], contexts: Sequence[int]
-) -> list[Record]:
+def measure_perplexity(engine: Engine, tokenizer: Tokenizer, cuts: Cuts, contexts: Sequence[int]) -> list[Record]:
     """One record a text and context; cuts: stretches of each text, int64 [longest context] each."""
     records = []
     n_tokens = sum(len(cut) for one in cuts.values() for cut in one) * len(contexts)
@@ -106,11 +102,7 @@ def stretches(ids: Tensor, length: int, n: int, name: str) -> list[Tensor]:
 
 
 def bos_of(tokenizer: Tokenizer) -> Tensor:
-    """What a text begins with, [1]; [0] where that is nothing."""
     return torch.tensor([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype=torch.int64)
-
-
-# ---- needles and look-ups --------------------------------------------------------------------------------------------
 
 
 def measure_probes(engine: Engine, probes: Sequence[Case], what: str, names: Sequence[str]) -> list[Record]:
@@ -132,7 +124,6 @@ def measure_probes(engine: Engine, probes: Sequence[Case], what: str, names: Seq
 
 
 def write_samples(engine: Engine, seed: int) -> list[Record]:
-    """What the model writes after our own openings, greedy and at temperature 0.8."""
     samples = []
     for temperature in (0.0, 0.8):
         params = SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
@@ -141,10 +132,7 @@ def write_samples(engine: Engine, seed: int) -> list[Record]:
     return samples
 
 
-# ---- beside a reference ----------------------------------------------------------------------------------------------
-
-
-def last_logits(engine: Engine, tokenizer: Tokenizer, cuts: Mapping[str, Sequence[Tensor]], n: int) -> list[Tensor]:
+def last_logits(engine: Engine, tokenizer: Tokenizer, cuts: Cuts, n: int) -> list[Tensor]:
     """The logits for each of the last n tokens of each text's first stretch: fp32 [n, V] on the CPU."""
     first = tqdm([own[0] for own in cuts.values()], desc="logits", unit="text", disable=not cuts)
     return [engine.logits(torch.cat([bos_of(tokenizer), cut])[:-1].tolist(), last=min(n, len(cut))) for cut in first]
@@ -197,11 +185,7 @@ def draw_needles(records: Sequence[Record], path: Path) -> None:
     )  # fmt: skip
 
 
-# ---- what is printed -------------------------------------------------------------------------------------------------
-
-
 def report(result: Record) -> str:
-    """The tables of what was measured."""
     sections = [
         ("Perplexity on text that it never saw", PERPLEXITY, result["perplexity"]),
         ("Needles: exact answers / digits right", *needle_table(result["needle"])),
@@ -214,9 +198,6 @@ def report(result: Record) -> str:
             ("Its look-ups", LOOKUPS, reference["lookup"]),
         ]
     return "\n\n".join("\n".join([title, "", *table.lines(rows)]) for title, table, rows in sections if rows)
-
-
-# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 def depth(text: str) -> float:
@@ -276,9 +257,7 @@ def settle(args: argparse.Namespace, limit: int, shortest: int) -> None:
         raise ValueError(f"the longest context, {max(args.contexts):,}, must be a multiple of {odd[0]:,}")
 
 
-def probes_of(
-    args: argparse.Namespace, tokenizer: Tokenizer, books: list[Tensor], limit: int
-) -> tuple[list[Case], list[Case]]:
+def probes_of(args: argparse.Namespace, tokenizer: Tokenizer, books: list[Tensor], limit: int) -> list[list[Case]]:
     """Needles and look-ups; ValueError for those that do not fit."""
     rng = np.random.default_rng(args.seed)
     cells = [(length, depth) for length in args.lengths for depth in args.depths for _ in range(args.n)]
@@ -288,15 +267,13 @@ def probes_of(
     for probe in lookups:
         if (n := len(probe.prompt)) + DIGITS > limit:
             raise ValueError(f"{probe.cell[0]:,} entries take {n:,} tokens, over the model's {limit:,}")
-    return needles, lookups
+    return [needles, lookups]
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print, write."""
-    check_files(
-        {"--json": args.json, "--plot": args.plot, "--card": args.card},
-        {"--text": args.text, "--books": args.books, "--log": args.log, "--model": args.model},
-    )
+    reads = {"--text": args.text, "--books": args.books, "--log": args.log, "--model": args.model}
+    check_files({"--json": args.json, "--plot": args.plot, "--card": args.card}, reads)
     plots.check_drawable("--plot", args.plot)
     training = read_training(args.log) if args.log else {}
     paths = book_paths(args.books) if args.books else args.text
@@ -314,7 +291,6 @@ def run(args: argparse.Namespace) -> None:
     needles, lookups = probes_of(args, tokenizer, list(books.values()), config.n_positions)
     if args.reference and read_config(locate(args.reference)).vocab_size != config.vocab_size:
         raise ValueError(f"{args.reference} and {args.model} have different vocabularies: their logits do not compare")
-
     room = max([longest, NEW_TOKENS * 2, *(len(probe.prompt) + DIGITS for probe in (*needles, *lookups))])
     room = min(room, config.n_positions)
     how = config_of(EngineConfig, args, max_seq_len=room, compile=args.compile, bodies="fast")
@@ -354,9 +330,7 @@ def run(args: argparse.Namespace) -> None:
             ],
         }  # fmt: skip
     print(report(result))
-    texts = {}
-    if args.json:
-        texts[args.json] = json.dumps(result, indent=1) + "\n"
+    texts = {args.json: json.dumps(result, indent=1) + "\n"} if args.json else {}
     if args.plot and result["needle"]:
         draw_needles(result["needle"], args.plot)
     if args.card:
@@ -365,7 +339,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure one model, or exit with one sentence."""
     args = parse(argv)
     with refusing(PROGRAM):
         run(args)

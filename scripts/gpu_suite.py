@@ -31,8 +31,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,9 +50,6 @@ PROGRAM = "gpu_suite.py"
 ALL_FINE, SOMETHING_WRONG, STAGES_LEFT = 0, 1, 3
 DONE, FAILED, LEFT = "done", "failed", "left"
 SPARE = 5.0  # seconds of the budget kept for the page
-
-
-# ---- the stages ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -93,13 +90,11 @@ def tests(name: str, seconds: int, about: str) -> Stage:
     return Stage(f"test-{name}", seconds, about, run)
 
 
-def timings(name: str, seconds: int, about: str, run: Callable[[Setup], list[Record]]) -> Stage:
-    """Kernels that are timed."""
-    return Stage(f"time-{name}", seconds, about, lambda setup: {"rows": run(setup)})
+def timings(name: str, seconds: int, about: str, run: Callable[..., Any] = timed_attention, **how: Any) -> Stage:
+    return Stage(f"time-{name}", seconds, about, lambda setup: {"rows": run(setup, **how)})
 
 
 def cell(name: str, context: int, arm: Arm) -> Stage:
-    """Steps and rounds of one draft at one context; most of its seconds go into compiling the steps."""
     rows = f"{(FULL | ALONE)[context]} rows of {context:,} at most"
     about = f"{arm.policy}, {arm.quantize or 'the target as its'} weights, {rows}: steps, and replay of {arm.name}"
     return Stage(f"{name}-{context}-{arm.quantize if name == 'precision' else arm.name}", 240, about,
@@ -107,10 +102,7 @@ def cell(name: str, context: int, arm: Arm) -> Stage:
 
 
 def bundled(setup: Setup) -> Record:
-    """The points of a sweep by benchmark.py, which goes on where an earlier call was stopped.
-
-    RuntimeError where a point could not be measured: benchmark.py is content with one that could.
-    """
+    """The points of a sweep by benchmark.py, which goes on where it was stopped; RuntimeError if one is missing."""
     file, contexts = setup.out / "bundled.json", "8k,16k" if setup.texts else "4k,7k"  # all that the document holds
     size = {"--batch": "8,32", "--context": contexts, "--max-new-tokens": "128", "--budget": "512"}
     if setup.tiny:
@@ -135,34 +127,27 @@ STAGES = {
     for stage in (  # in the order in which they are worth having: the time on a chip may end after any
         # does it run at all, by the default configuration; then the one number that all predictions depend on
         tests("smoke", 90, "the bundled model as generate.py runs it"),
-        timings("decode-57344", 40, "dense attention of the headline cell",
-                partial(timed_attention, contexts=(57344,), widths=(1, 6, 9))),
+        timings("decode-57344", 40, "dense attention of the headline cell", contexts=(57344,), widths=(1, 6, 9)),
         Stage("machine", 30, "what runs, and measured bandwidth and matrix rate", machine),
         # a kernel that is wrong has no speed
         tests("kernels", 240, "attention against fp64, selection against plain Python, filters against a sort"),
         *(cell("cell", context, ARMS[arm]) for context, arm in HEADLINES),
         tests("rounds", 400, "captured rounds beside others, each token; no host wait in a round, and no idle row"),
-        timings("decode", 120, "dense attention beside torch's",
-                partial(timed_attention, contexts=(4096, CONTEXT, 100_000), widths=(1, 6))),
-        timings("formats", 90, "attention by what the cache holds",
-               partial(timed_attention, contexts=[CONTEXT], widths=[1, 5], budgets=[1024], chunk=2048, by_format=True)),
+        timings("decode", 120, "dense attention beside torch's", contexts=(4096, CONTEXT, 100_000), widths=(1, 6)),
+        timings("formats", 90, "attention by what the cache holds", contexts=(CONTEXT,), widths=(1, 5), budgets=(1024,),
+                chunk=2048, by_format=True),
         tests("weights", 60, "products with quantized weights against fp64"),
         timings("linears", 90, "products by the precision of their weights", timed_linears),
-        timings("sparse", 45, "sparse attention by budget",
-                partial(timed_attention, contexts=(CONTEXT,), budgets=(128, 256, 512, 1024, 2048, 4096))),
+        timings("sparse", 45, "sparse attention by budget", contexts=(CONTEXT,),
+                budgets=(128, 256, 512, 1024, 2048, 4096)),
         timings("select", 30, "what selecting costs per round", timed_select),
-        timings("prefill", 45, "attention of chunks beside torch's",
-                partial(timed_attention, contexts=(8192, CONTEXT, 57344), chunk=2048)),
+        timings("prefill", 45, "attention of chunks beside torch's", contexts=(8192, CONTEXT, 57344), chunk=2048),
         Stage("bundled", 360, "the bundled model end to end, acceptance of its own", bundled),
         *(cell("precision", context, arm) for context in ALONE for arm in PRECISIONS.values()),
         *(cell("precision", c, arm) for c in (57344, CONTEXT) for arm in PRECISIONS.values() if arm.quantize),
         *(cell("cell", context, ARMS[arm]) for context in FULL for arm in ARMS if (context, arm) not in HEADLINES),
     )
 }  # fmt: skip
-
-
-# ---- one after the other ---------------------------------------------------------------------------------------------
-
 Launch = Callable[[Stage, float], Record]
 
 
@@ -202,9 +187,8 @@ def launcher(program: Sequence[str]) -> Launch:
     def launch(stage: Stage, timeout: float) -> Record:
         with tempfile.TemporaryDirectory() as folder:
             into = Path(folder) / "result.json"
-            process = subprocess.Popen(
-                [sys.executable, *program, "--only", stage.name, "--into", str(into)], start_new_session=True
-            )
+            command = [sys.executable, *program, "--only", stage.name, "--into", str(into)]
+            process = subprocess.Popen(command, start_new_session=True)
             try:
                 end = f"exit code {process.wait(timeout)}"
             except subprocess.TimeoutExpired:
@@ -221,11 +205,7 @@ def launcher(program: Sequence[str]) -> Launch:
     return launch
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     listing = "\n".join(f"  {stage.name:<26} {stage.about}" for stage in STAGES.values())
     parser = parser_of(PROGRAM, (__doc__ or "").replace("STAGES\n", f"{listing}\n"))
     add = parser.add_argument

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,10 +33,10 @@ from measuring.ledger import Ledger, digest, fingerprint
 from measuring.needles import KINDS, Case, Cases, draw, measure_cell, print_summary, summarize
 
 PROGRAM = "needles.py"
+Cells = dict[tuple[str, int], list[Case]]  # of a kind and length
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; argparse itself refuses unknown flags."""
     parser = parser_of(PROGRAM, __doc__)
     add = parser.add_argument
     add("--text", metavar="FILE", type=Path, nargs="+", required=True, help="UTF-8 texts unknown to the model")
@@ -62,27 +61,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Everything that a run needs, checked."""
-
-    engine: Engine
-    cells: dict[tuple[str, int], list[Case]]  # of a kind and length
-    settings: list[Setting]
-    drafts: list[DraftConfig]
-    skipped: dict[str, str]
-    ledger: Ledger
-
-
-def prepare(args: argparse.Namespace) -> Job:
-    """Check everything that can be checked before the work; ValueError or OSError in one sentence."""
+def prepare(args: argparse.Namespace) -> tuple[Engine, Cells, dict[Setting, DraftConfig], dict[str, str], Ledger]:
+    """Check all before the work -> what decodes, what, with which drafts, why some are skipped, the file of results."""
     if args.fresh and not args.json:
         raise ValueError("--fresh forgets what --json holds, and there is no --json")
     check_files({"--json": args.json, "--plot": args.plot}, {"--text": args.text, "--model": args.model})
     plots.check_drawable("--plot", args.plot)
     common = grid.draft_fields(vars(args))
     settings, skipped = grid.buildable(grid.settings_of(args.draft, args.budget), [args.gamma], common)
-    drafts, longest = [setting.draft(args.gamma, common) for setting in settings], max(args.lengths)
+    drafts, longest = {setting: setting.draft(args.gamma, common) for setting in settings}, max(args.lengths)
     folder = locate(args.model)
     config = read_config(folder)
     if longest > config.n_positions:
@@ -96,7 +83,7 @@ def prepare(args: argparse.Namespace) -> Job:
     cells = {(kind, length): maker.make(kind, length, args.n) for kind in args.kinds for length in args.lengths}
     parallel = join(args, PROGRAM)
     engine_config = config_of(EngineConfig, args, max_seq_len=longest, compile=args.compile)
-    first = next((draft for draft in drafts if draft.needs_planes), drafts[0])  # of whose cache all can draft
+    first = max(drafts.values(), key=lambda draft: draft.needs_planes)  # of whose cache all can draft
     engine = Engine.from_pretrained(args.model, engine_config, first, parallel=parallel)
     common_settings = {
         "model": str(args.model), "weights": fingerprint(engine.model), "dtype": engine.dtype_name,
@@ -107,32 +94,32 @@ def prepare(args: argparse.Namespace) -> Job:
     common_settings |= grid.in_common(vars(args))
     here, what = machine.environment(engine.device), "speculation needles"
     ledger = Ledger(args.json, what, common_settings, here, fresh=args.fresh, adapt=grid.up_to_date)
-    return Job(engine=engine, cells=cells, settings=settings, drafts=drafts, skipped=skipped, ledger=ledger)
+    return engine, cells, drafts, skipped, ledger
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every kind and length that is not in the file yet, then sum up."""
     args = parse(argv)
     with refusing(PROGRAM):
-        job = prepare(args)
-    what = f"{args.model}, {job.engine.dtype_name}, gamma {args.gamma}"
+        engine, cells, drafts, skipped, ledger = prepare(args)
+    what = f"{args.model}, {engine.dtype_name}, gamma {args.gamma}"
     print(f"{what}: {args.n} prompts of each kind and length")
-    for label, reason in job.skipped.items():
+    for label, reason in skipped.items():
         print(f"skipped {label}: {reason}")
-    todo = [cell for cell in job.cells if job.ledger.find({"kind": cell[0], "length": cell[1]}) is None]
+    todo = [cell for cell in cells if ledger.find({"kind": cell[0], "length": cell[1]}) is None]
     for kind, length in tqdm(todo, desc="needles", unit="cell", leave=False):
-        right, counts = measure_cell(job.engine, job.cells[kind, length], job.drafts)
+        right, counts = measure_cell(engine, cells[kind, length], [*drafts.values()])
         key = {"kind": kind, "length": length}
         told = [
             {"policy": setting.policy, "budget": setting.budget, "prompts": found}
-            for setting, found in zip(job.settings, counts, strict=True)
+            for setting, found in zip(drafts, counts, strict=True)
         ]
-        job.ledger.put(key, key | {"right": right, "settings": told})
-        job.ledger.write()
+        ledger.put(key, key | {"right": right, "settings": told})
+        ledger.write()
         answered = "" if kind == "prose" else f", {sum(map(bool, right))} of {len(right)} answered right"
         tqdm.write(f"{kind:<8}{length:>7,} tokens{answered}")
-    summary = summarize([r for r in job.ledger.records if (r["kind"], r["length"]) in job.cells])
-    job.ledger.write(summary=summary, skipped=job.skipped)
+    summary = summarize([r for r in ledger.records if (r["kind"], r["length"]) in cells])
+    ledger.write(summary=summary, skipped=skipped)
     print_summary(summary)
     if args.plot:
         draw(summary, what, args.plot)

@@ -6,18 +6,15 @@
     python scripts/peers.py --model smollm2 --contexts 512,4000 --llama-bin FOLDER --json speculation.json
 
 What is compared, and why it is fair:
-* Decoding only. Prefill is timed apart: one row is prefilled and its keys and values are *copied* into the other rows,
-  so every row has its own memory and a step reads all of it. For llama.cpp that takes one stream per sequence
-  (kv_unified=False, where copying a sequence copies buffers; in a unified cache it would only share cells, and a step
-  would read 1/B of the bytes). The size of the KV buffer that llama.cpp reports is checked against B full rows.
-* Every peer runs in a process of its own, with the same number of threads; the others wait on a pipe meanwhile. Peers
-  take turns, A B C A B C: a block of steps each, its first step untimed (caches and thread pools wake up).
-* Every mode of a peer is timed and the fastest counts (marked *): transformers with sdpa and eager attention; its
-  static cache under torch.compile with both; llama.cpp with F16 and BF16 weights and KV, flash attention off and on.
+* Decoding only. One row is prefilled, timed apart, and its keys and values are *copied* into the others, so that a step
+  reads all rows. For llama.cpp that takes one stream per sequence (kv_unified=False: else cells would be shared, and a
+  step would read 1/B of the bytes); the size of the KV buffer that it reports is checked against B full rows.
+* Every peer runs in a process of its own, with the same number of threads, and they take turns, A B C A B C: a block of
+  steps each, its first step untimed (caches and thread pools wake up). The others wait on a pipe meanwhile.
+* Every mode of a peer is timed and the fastest counts (marked *). Each holds a model and all rows of its own at the
+  same time: --without leaves out what memory cannot hold.
 * A GGUF file is dequantized to 16 bits once, for all peers alike. llama.cpp is timed on the file as it comes, too, as a
   peer of its own: it then reads fewer bytes per weight, which its ceiling takes into account, and computes in 8 bits.
-* Each mode holds a model and all rows of its own at the same time: --without leaves out what memory cannot hold.
-* Prefill is timed once per cell and mode: tokens/s of the one row, its copying into the others included.
 * The ceiling is the time to read the weights and the context's keys and values once, at the read bandwidth that this
   machine shows in this run. Cells that fit into a CPU cache can pass 100 %.
 * Greedy tokens are compared with transformers in fp32: every peer in fp32 (they must agree), and every timed cell in
@@ -25,12 +22,9 @@ What is compared, and why it is fair:
 
 --llama-bin FOLDER, of llama.cpp's programs, times speculation instead, one row of a GGUF file: our int4 drafts and our
 n-gram lookup beside llama.cpp's lookups and its draft model: the file as it comes, or in Q4_0, for its weights in F16.
-* Each mode runs alone first, twice: ours with 1 to 6 drafts, llama.cpp's with several. The best of each peer then take
-  turns, A B C A B C, a run of --new-tokens each, on a prompt whose keys are there; plain decoding takes part.
-* A run's time is that of its rounds: of ours as the engine counts it, of llama.cpp's as its server does. That begins
-  when the first token is there, so one more is asked for, and it must fit into what the request took.
-* n-gram cache keeps what earlier requests wrote, and would draft the same answer from it: it starts anew each time.
-* Accepted is the share of drafts; drafts and tokens a round are over all rounds, also those that drafted nothing.
+Each mode runs alone first, twice: ours with 1 to 6 drafts, llama.cpp's with several. The best of each peer and plain
+decoding then take turns, a run of --new-tokens each, on a prompt whose keys are there. Time is that of the rounds, as
+the engine counts it, or llama.cpp's server. Drafts and tokens a round are over all rounds, also those without drafts.
 
 --json FILE is whole after every cell. Started again with the same settings it goes on where it ended; contexts and
 batches may be added. Other settings are refused; --fresh begins anew.
@@ -46,7 +40,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,7 +48,7 @@ from typing import Any
 import torch
 
 from common import refuse, refusing, started
-from files import check_files
+from files import check_files, path_of
 from flags import MODELS, count, given_beside, names_of, positive, sizes, threads
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import ModelConfig, gguf_parts, load_model, read_config, save_hugging_face
@@ -67,10 +61,6 @@ from measuring.peer_turns import CELL, WARMUP_STEPS, cell_report, plot, prompt_t
 from measuring.peers import AS_IT_COMES, Setup, one_line
 
 PROGRAM = "peers.py"
-PACKAGES = ("torch", "transformers", "llama-cpp-python", "gguf")
-
-
-# ------------------------------------------------------------------------------------------------ command line
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -94,7 +84,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--agree", type=count, default=16, help="greedy tokens compared with fp32 (default: 16; 0: none)")
     add("--json", metavar="FILE", help="keep one JSON document here, go on from it; - prints it as the last line")
     add("--fresh", action="store_true", help="forget what --json holds")
-    add("--plot", type=Path, metavar="FILE", help="write a bar peer_turns.plot (PNG)")
+    add("--plot", type=Path, metavar="FILE", help="write a bar plot (PNG)")
     args = parser.parse_args(argv)
     unread = {"new_tokens"} if args.llama_bin is None else {"batches", "peers", "steps", "agree", "plot"}
     if idle := given_beside(parser, args, *(set(vars(args)) - unread)):
@@ -103,8 +93,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def up_to_date(document: dict[str, Any]) -> None:
-    """Let a file of an earlier version name what it did not name then, by the defaults."""
-    document["settings"] = {"agree": 16, "without": [], **document["settings"]}
+    then = {"agree": 16, "without": []} if document["benchmark"] == "peers" else {}
+    document["settings"] = {**then, **document["settings"]}
 
 
 def in_16_bits(source: Path, ggufs: Path) -> Path:
@@ -115,38 +105,28 @@ def in_16_bits(source: Path, ggufs: Path) -> Path:
     return folder
 
 
-def opened(
-    args: argparse.Namespace,
-    what: str,
-    source: Path,
-    config: ModelConfig,
-    adapt: Callable[[Any], None],
-    **settings: Any,
-) -> Ledger:
+def opened(args: argparse.Namespace, what: str, source: Path, config: ModelConfig, **settings: Any) -> Ledger:
     """The file of --json, with what its results have in common, for peers of so many threads."""
     settings |= {
         "model": source.name, "transformer": asdict(config), "text": args.text.name, "threads": args.threads,
         "repeats": args.repeats, "without": sorted(args.without),
     }  # fmt: skip
     torch.set_num_threads(args.threads)
-    here = environment(torch.device("cpu"), *PACKAGES)
-    file = Path(args.json) if args.json and args.json != "-" else None
-    return Ledger(file, what, settings, here, fresh=args.fresh, results="cells", adapt=adapt)
+    here = environment(torch.device("cpu"), "torch", "transformers", "llama-cpp-python", "gguf")
+    return Ledger(path_of(args.json), what, settings, here, fresh=args.fresh, results="cells", adapt=up_to_date)
 
 
-def speculation(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
+def speculation(args: argparse.Namespace, source: Path, config: ModelConfig, ggufs: Path) -> dict[str, Any]:
     """Time speculation beside llama.cpp's, printing as it goes, and return the report; ValueError as below."""
     program, version = find_program(args.llama_bin)
-    source = locate(args.model)
     if source.suffix.lower() != ".gguf":
         raise ValueError("--llama-bin needs a GGUF file as --model: as it comes, it is llama.cpp's draft model")
-    config = read_config(source)
     most = config.max_seq_len - args.new_tokens - 1
     if most < 2:
         raise ValueError(f"--new-tokens must be at most {config.max_seq_len - 3}, got {args.new_tokens}")
     if not 2 <= args.contexts[0] <= args.contexts[-1] <= most:
         raise ValueError(f"contexts must be from 2 to {most} tokens, as --new-tokens need room, got {args.contexts}")
-    ledger = opened(args, "peers' speculation", source, config, lambda document: None, new_tokens=args.new_tokens)
+    ledger = opened(args, "peers' speculation", source, config, new_tokens=args.new_tokens)
     setup = Setup(folder=in_16_bits(source, ggufs).resolve(), config=config, ggufs=ggufs, threads=args.threads)
     for name in (LLAMA_WEIGHTS, SMALLER):
         export_gguf(setup.folder, ggufs / f"{name}.gguf", name.lower(), tokenizer_of=source)
@@ -170,16 +150,13 @@ def speculation(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     return ledger.document
 
 
-def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
+def benchmark(args: argparse.Namespace, source: Path, config: ModelConfig, ggufs: Path) -> dict[str, Any]:
     """Run everything, printing as it goes, and return the report; ValueError for input that makes no sense."""
-    source = locate(args.model)
-    config = read_config(source)
     if args.contexts[0] < 2:
         raise ValueError(f"a context has at least 2 tokens, got {args.contexts[0]}")
     is_file = source.suffix.lower() == ".gguf"
     peers = [peer for peer in args.peers if is_file or peer != "llama.cpp-file"]
-    timed = {"steps": args.steps, "warmup": WARMUP_STEPS, "peers": peers, "agree": args.agree}
-    ledger = opened(args, "peers", source, config, up_to_date, **timed)
+    ledger = opened(args, "peers", source, config, steps=args.steps, warmup=WARMUP_STEPS, peers=peers, agree=args.agree)
     folder = in_16_bits(source, ggufs) if is_file else source
     setup = Setup(folder=folder.resolve(), config=config, ggufs=ggufs, threads=args.threads)
     run = peer_turns.Run(setup, peers, args.without, steps=args.steps, repeats=args.repeats, agree=args.agree)
@@ -261,7 +238,6 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark and write what was asked for, or exit with one sentence."""
     args = parse(argv)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the peers' processes, as the next one
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -269,13 +245,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for ends in (signal.SIGTERM, signal.SIGHUP):  # not before the server is ended
             signal.signal(ends, lambda number, _: sys.exit(128 + number))
     with refusing(PROGRAM):
-        json_file = Path(args.json) if args.json and args.json != "-" else None
-        if args.fresh and not json_file:
+        if args.fresh and not path_of(args.json):
             raise ValueError("--fresh forgets what the file of --json holds, and there is none")
-        check_files({"--json": json_file, "--plot": args.plot}, {"--text": args.text, "--model": args.model})
+        check_files({"--json": path_of(args.json), "--plot": args.plot}, {"--text": args.text, "--model": args.model})
         plots.check_drawable("--plot", args.plot)
+        source, run = locate(args.model), speculation if args.llama_bin else benchmark
         with tempfile.TemporaryDirectory() as ggufs:
-            report = (speculation if args.llama_bin else benchmark)(args, Path(ggufs))
+            report = run(args, source, read_config(source), Path(ggufs))
         if args.plot:
             cpu, rate = report["environment"]["cpu"], report["read_gb_per_second"]["best"]
             plot(report["cells"], f"Plain decoding: {cpu}, threads {args.threads}, {rate:.0f} GB/s", args.plot)

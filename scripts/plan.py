@@ -15,6 +15,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from gpt_fast_sd.loading import TORCH_DTYPES
 from gpt_fast_sd.policies.config import KV_BITS
 from measuring import forecast
 from measuring.chips import CHIPS, GIB
-from measuring.forecast import ESTIMATES, Kept, Record, System, budget_of, cell, default_policies, label
-from measuring.grid import Setting
-from measuring.plots import SPEED, Draw, check_drawable, color, draw_panels, over_log2
+from measuring.forecast import ESTIMATES, Kept, System, budget_of, cell, default_policies, label
+from measuring.grid import Record, Setting
+from measuring.plots import SPEED, check_drawable, color, draw_panels, over_log2
 from measuring.replay import PROFILES
 from measuring.tables import Column, Table, number
 
@@ -74,7 +75,7 @@ def plan(
     for draft in drafts:
         chances, _ = kept.chances(draft, max(contexts))
         even = {str(n): system.break_even(draft, chances, n, e) for n in batches}
-        critical = system.critical(draft, chances, batches, e) if len(batches) > 1 else None
+        critical = system.critical(draft, chances, [*batches], e) if len(batches) > 1 else None
         who = {"policy": draft.policy, "budget": budget_of(draft)}
         lengths.append({**who, "break_even": even, "critical": critical})
     chip, ranks = system.chip, system.ranks
@@ -97,8 +98,6 @@ def plan(
     }  # fmt: skip
 
 
-# ---- as text ---------------------------------------------------------------------------------------------------------
-
 LEGEND = """\
 T_T a step of plain decoding, T_D a draft step, T_V a verification of gamma + 1 tokens, T_S judging and selecting;
 tokens: per row and round; speed-up: tokens x T_T / (gamma x T_D + T_V + T_S), below 1 gamma auto drafts nothing;
@@ -107,7 +106,6 @@ GiB: on each device, when rows have grown by {room:,} tokens, with ! if that doe
 
 
 def _accepted(one: Record) -> str:
-    """The chance of a round's first draft, and of the last one that has its own."""
     chances = list(dict.fromkeys(f"{chance:.2f}" for chance in one["acceptance"]))
     mark = "*" if one["acceptance_source"].startswith("assumed") else ""
     return " to ".join([chances[0], *chances[1:][-1:]]) + mark
@@ -138,9 +136,8 @@ def text(document: Record, subject: str) -> str:
     memory = f", {chip['memory'] / GIB:.0f} GiB" if chip["memory"] else ""
     weights = f"{settings['quantize'] or settings['dtype']}, KV cache {settings['kv_dtype'] or settings['dtype']}"
     weights += f", drafts' weights {settings['draft_quantize']}" if settings.get("draft_quantize") else ""
-    weights += (
-        f", of which drafts read {settings['draft_kv_bits']} bits a number" if settings.get("draft_kv_bits") else ""
-    )
+    bits = settings.get("draft_kv_bits")
+    weights += f", of which drafts read {bits} bits a number" if bits else ""
     lines = [
         f"{subject}, weights {weights}, on {n} x {chip['name']}: {chip['bandwidth'] / 1e9:,.0f} GB/s, "
         f"{chip['peak'] / 1e12:,.4g} TFLOP/s{memory}{' each' if n > 1 else ''}",
@@ -185,7 +182,6 @@ def _lengths(document: Record) -> list[str]:
 
 
 def comparison(points: Sequence[Record], name: str) -> str:
-    """Measurements next to predictions, as printed."""
 
     def shares(key: str) -> str:
         found = sorted(one[f"{key}_measured"] / one[key] for one in points)
@@ -205,35 +201,28 @@ def draw(document: Record, subject: str, path: Path) -> None:
     cells, settings = document["cells"], document["settings"]
     drafts = list(dict.fromkeys(map(label, cells)))
 
-    def panel_of(batch: int) -> Draw:
-        def draw_panel(panel: Any) -> None:
-            for i, draft in enumerate(drafts):
-                ours = [one for one in cells if (one["batch"], label(one)) == (batch, draft)]
-                at, style = [one["context"] for one in ours], {"color": color(i)}
-                panel.plot(at, [one["speedup"] for one in ours], label=draft, **style)
-                panel.plot(at, [one["speedup_of_roofline"] for one in ours], ":", linewidth=1, **style)
-                for one in ours:
-                    face = color(i) if one["fits"] else "white"
-                    panel.plot(one["context"], one["speedup"], "o", markerfacecolor=face, **style)
-            panel.axhline(1, color="gray", linewidth=1)
-            over_log2(panel, sorted({one["context"] for one in cells}))
-            panel.set_title(f"batch {batch}", fontsize=10)
-
-        return draw_panel
+    def draw_panel(panel: Any, batch: int) -> None:
+        for i, draft in enumerate(drafts):
+            ours = [one for one in cells if (one["batch"], label(one)) == (batch, draft)]
+            at, style = [one["context"] for one in ours], {"color": color(i)}
+            panel.plot(at, [one["speedup"] for one in ours], label=draft, **style)
+            panel.plot(at, [one["speedup_of_roofline"] for one in ours], ":", linewidth=1, **style)
+            for one in ours:
+                face = color(i) if one["fits"] else "white"
+                panel.plot(one["context"], one["speedup"], "o", markerfacecolor=face, **style)
+        panel.axhline(1, color="gray", linewidth=1)
+        over_log2(panel, sorted({one["context"] for one in cells}))
+        panel.set_title(f"batch {batch}", fontsize=10)
 
     title = (
         f"{subject} on {settings['tp']} x {settings['chip']['name']}: a forecast, nothing measured\n"
         "dotted: if every kernel reached the full rates; hollow: does not fit into the memory"
     )
-    panels = [panel_of(batch) for batch in dict.fromkeys(one["batch"] for one in cells)]
+    panels = [partial(draw_panel, batch=batch) for batch in dict.fromkeys(one["batch"] for one in cells)]
     draw_panels([panels], path, title=title, xlabel="context, tokens of each row", ylabel=SPEED, share="y", legend=True)
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags."""
     parser = parser_of("plan.py", __doc__)
     add = parser.add_argument
     add("--model", metavar="M", help="a preset, by its hub id; bundled, smollm2, a model folder, a GGUF file")
@@ -284,7 +273,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def system_of(args: argparse.Namespace) -> System:
-    """The model on its chips."""
     chip, kind = forecast.chip_for(args.device, TORCH_DTYPES[args.dtype], args.bandwidth, args.flops, args.memory)
     return System(
         model=forecast.shape_of(args.model), chip=chip, device=kind, dtype=args.dtype, kv_dtype=args.kv_dtype,
@@ -294,14 +282,11 @@ def system_of(args: argparse.Namespace) -> System:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Forecast, print and write."""
     args = parse(argv)
     with refusing("plan.py"):
         given = [part.partition("=")[2] or part for part in args.acceptance]
-        check_files(
-            {"--json": args.json, "--plot": args.plot},
-            {"--measured": args.measured, "--acceptance": given, "--model": args.model},
-        )
+        reads = {"--measured": args.measured, "--acceptance": given, "--model": args.model}
+        check_files({"--json": args.json, "--plot": args.plot}, reads)
         check_drawable("--plot", args.plot)
         document: Record = {"benchmark": "plan"}
         if args.model:

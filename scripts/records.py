@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpt_fast_sd import SamplingParams
+from gpt_fast_sd import Completion, SamplingParams
 from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer, parse_json
 from measuring.prompts import read_text
 
@@ -116,6 +116,17 @@ def records_of(path: Path) -> list[tuple[str, Any]]:
     if not found:
         raise ValueError(f"{path} holds no prompt")
     return found
+
+
+def as_record(completion: Completion) -> Record:
+    """A completion as JSON."""
+    return {
+        "index": completion.index,
+        "tokens": completion.tokens,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stats": completion.stats.as_dict(),
+    }
 
 
 def requests_of(path: Path) -> list[str]:

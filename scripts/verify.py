@@ -30,6 +30,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from common import ProgressLine, parser_of, refusing, started
@@ -48,7 +49,6 @@ MOST_SAMPLES = 10**6
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = parser_of(PROGRAM, __doc__)
     add = parser.add_argument
     add("--text", metavar="FILE", type=Path, default=BUNDLED / "document.txt", help="to take prompts from, UTF-8")
@@ -69,7 +69,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def samples(text: str) -> int:
-    """A number of samples, which are all prepared before the first is drawn."""
     if (found := positive(text)) > MOST_SAMPLES:
         raise argparse.ArgumentTypeError(f"expected at most {MOST_SAMPLES:,} samples, got {text!r}")
     return found
@@ -87,9 +86,8 @@ def prompts_of(args: argparse.Namespace, config: ModelConfig) -> Callable[[int],
         raise ValueError(f"prompts of up to {longest:,} tokens: allowed are {SHORTEST} to {most:,} with this output")
     tokenizer = load_tokenizer(locate(args.model), config)
     bos = tokenizer.bos_id if tokenizer else None
-    ids = (
-        prompts.tokens_of(args.text, tokenizer) if tokenizer else prompts.random_text(4 * longest, config.vocab_size, 0)
-    )
+    made_up = prompts.random_text(4 * longest, config.vocab_size, 0)
+    ids = prompts.tokens_of(args.text, tokenizer) if tokenizer else made_up
     start = [] if bos is None else [bos]
 
     def make(n: int) -> list[list[int]]:
@@ -116,7 +114,6 @@ def soaked(engine: Engine, args: argparse.Namespace, rows: list[list[int]]) -> I
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build, check, print."""
     args = parse(argv)
     args.model = args.model or ("bundled" if find_smollm2() is None else "smollm2")
     with refusing(PROGRAM):
@@ -139,17 +136,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine.on_progress = progress
         return engine
 
-    def prove() -> Iterator[lossless.Finding]:
-        return lossless.prove(build, how, rows, args.max_new_tokens, args.samples)
-
     assert first
-    cache = how.kv_dtype or first.dtype_name
-    print(
-        f"{args.model}, {first.dtype_name}, cache {cache}, {len(rows)} prompts of up to {max(map(len, rows)):,} tokens"
-    )
+    cache, most = how.kv_dtype or first.dtype_name, max(map(len, rows))
+    print(f"{args.model}, {first.dtype_name}, cache {cache}, {len(rows)} prompts of up to {most:,} tokens")
     print(f"drafts: {draft.policy}, gamma {draft.gamma}; {how.batch_size} slots, {first.device}", flush=True)
     environment, findings = machine.environment(first.device), []
     with refusing(PROGRAM):  # there may be no room for the exact engine
+        prove = partial(lossless.prove, build, how, rows, args.max_new_tokens, args.samples)
         for finding in soaked(build(how), args, rows) if args.soak else prove():
             progress.clear()
             print(finding.line, flush=True)

@@ -66,7 +66,6 @@ class Ranks:
 
     @property
     def slowest(self) -> Link:
-        """The slowest link of a ring through all of them."""
         return self.network if self.network and self.n > self.per_node else self.link
 
     def all_reduce(self, n_bytes: float) -> float:
@@ -104,9 +103,7 @@ class Chip:
 # nominal size; the 141 GB of an H200 are some 140 GiB to nvidia-smi, and ECC takes a part of GDDR6.
 # Behind each its sheet, and the TFLOP/s "with sparsity" that it names.
 CHIPS = {
-    key: Chip(
-        name=name, bandwidth=bandwidth, peak=peak, fp32=fp32, memory=memory * GIB, link=link, float8=float8
-    )
+    key: Chip(name=name, bandwidth=bandwidth, peak=peak, fp32=fp32, memory=memory * GIB, link=link, float8=float8)
     for key, name, bandwidth, peak, fp32, memory, link, float8 in (
         ("a100", "A100-80G SXM", 2.039e12, 312e12, 19.5e12, 79, nvlink(600e9), False),  # A100 80GB data sheet, SXM
         ("a100 40gb", "A100-40G SXM", 1.555e12, 312e12, 19.5e12, 39, nvlink(600e9), False),  # A100 40GB data sheet, SXM
@@ -143,9 +140,6 @@ def chip_of(device_name: str) -> Chip | None:
 
 def _words(text: str) -> list[str]:
     return re.findall("[a-z0-9]+", text.lower())
-
-
-# ---------------------------------------------------------------- the chip at hand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +196,6 @@ def _median_seconds(call: Callable[[], Tensor], device: torch.device, repeats: i
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, on CUDA by events."""
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gpt_fast_sd.config import QUANTIZED_CACHES, SamplingParams
-from gpt_fast_sd.engine import Engine
-from gpt_fast_sd.policies.config import DraftConfig
-from gpt_fast_sd.serving.requests import Completion
+from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
+from gpt_fast_sd.config import QUANTIZED_CACHES
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring.lossless import NEAR_TIE, Difference, differences, is_near_tie
 from measuring.report import Way
@@ -30,12 +28,10 @@ class Comparison:
 
     @property
     def ways(self) -> dict[str, Way]:
-        """Both, plain decoding first."""
         return {"plain": Way.of(self.plain), "speculative": Way.of(self.speculative)}
 
     @property
     def ratio(self) -> float:
-        """Speculative over plain tokens/s; 0 if nothing was decoded."""
         plain, speculative = (way.speed for way in self.ways.values())
         return speculative / plain if plain else 0.0
 
@@ -51,13 +47,10 @@ class Comparison:
         """JSON-ready; outputs_equal is null if all outputs were sampled."""
         plain, speculative = self.ways.values()
         return {
-            "stats": plain.stats.as_dict(),
-            "ratio": self.ratio,
-            "outputs_compared": self.n_greedy,
+            "stats": plain.stats.as_dict(), "ratio": self.ratio, "outputs_compared": self.n_greedy,
             "outputs_equal": not self.differences if self.n_greedy else None,
             "differences": [asdict(difference) for difference in self.differences],
-            "plain_tokens_per_second": plain.speeds,
-            "speculative_tokens_per_second": speculative.speeds,
+            "plain_tokens_per_second": plain.speeds, "speculative_tokens_per_second": speculative.speeds,
             "unquantized": self.unquantized if isinstance(self.unquantized, str | None) else {
                 "stats": Way.of(self.unquantized).stats.as_dict(), "ratio": self.over_unquantized,
                 "tokens_per_second": Way.of(self.unquantized).speeds,
@@ -85,12 +78,9 @@ class Comparison:
 
 
 def compare(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    shown: Sequence[Completion],
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], shown: Sequence[Completion],
     model: str,
-) -> Comparison:
+) -> Comparison:  # fmt: skip
     """Decode the prompts of `shown` plainly as well; if that is quick, continue in turns up to RUNS of each kind.
 
     Later runs find the first one's keys in their slots; its prefill is in the stats of all. model: the engine's, by its
@@ -120,10 +110,7 @@ def compare(
 def plainly_unquantized(
     engine: Engine, model: str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], runs: int
 ) -> list[EngineStats] | str:
-    """Runs of plain decoding by an engine of the same model of which nothing is quantized; or why there are none.
-
-    Its cache, and its weights if the others are quantized, take their memory beside what is there.
-    """
+    """Runs of plain decoding by an engine of the same model with nothing quantized; or why there are none."""
     config = replace(engine.config, quantize=None, kv_dtype=None)
     other, why = None, "not every process has room for it"
     try:

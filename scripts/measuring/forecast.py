@@ -9,17 +9,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from gpt_fast_sd import loading, registry
-from gpt_fast_sd.config import EngineConfig
+from gpt_fast_sd import DraftConfig, EngineConfig, loading, registry
 from gpt_fast_sd.fast import triton_serves
 from gpt_fast_sd.fast.devices import traits_of
 from gpt_fast_sd.loading import TORCH_DTYPES, MemoryPlan, bytes_of_layers, bytes_of_weights, check_kv_dtype, locate
 from gpt_fast_sd.model import FORMATS, PRESETS, CacheFormat, ModelConfig, preset, read_config
-from gpt_fast_sd.policies.config import DraftConfig, gamma_tiers
+from gpt_fast_sd.policies.config import gamma_tiers
 from gpt_fast_sd.policies.standalone import check_draft_model
 from gpt_fast_sd.quantization.quantize import TAIL
 from gpt_fast_sd.quantization.table import precision, require_copy, require_sizes
@@ -27,22 +25,12 @@ from gpt_fast_sd.tp import local_config
 from measuring import roofline
 from measuring.chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
 from measuring.grid import Setting, draft_fields, up_to_date
-from measuring.ledger import complete, read_document
+from measuring.ledger import Record, complete, read_document
 from measuring.replay import PROFILES
-from measuring.roofline import (
-    EXPECTED,
-    IDEAL,
-    PRACTICAL,
-    Conditions,
-    Efficiency,
-    Forecast,
-    Refresh,
-    omega,
-    step_seconds,
-)
+from measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, Efficiency, Forecast, Refresh, step_seconds
 
-Record = dict[str, Any]
 Chances = Sequence[float]  # that the first, second, ... draft of a round is kept if those before it were
+Alpha = float | Chances  # the same for all, or for each
 ESTIMATES = {"roofline": IDEAL, "good": PRACTICAL, "expected": EXPECTED}
 
 
@@ -56,10 +44,7 @@ def shape_of(model: str) -> ModelConfig:
 def chip_for(
     device: str | None, dtype: torch.dtype, bandwidth: float | None, flops: float | None, memory: float | None
 ) -> tuple[Chip, str]:
-    """The chip of a name, this machine's for "this" (measured, a few seconds), or one given by rates; and its kind.
-
-    bandwidth in GB/s, flops in TFLOP/s and memory in GiB replace what is published.
-    """
+    """The chip of a name, this machine's for "this" (measured), or one of given rates, which replace published ones."""
     units = {"bandwidth": (bandwidth, 1e9, "GB/s"), "peak": (flops, 1e12, "TFLOP/s"), "memory": (memory, GIB, "GiB")}
     for name, (value, _, unit) in units.items():
         if value is not None and not 0 < value < math.inf:
@@ -73,10 +58,8 @@ def chip_for(
         return replace(chip, **given, name=f"{chip.name}{named}"), "cuda"
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name(here) if here.type == "cuda" else f"this CPU, threads: {torch.get_num_threads()}"
-    found = rates_here(here, dtype)
-    return replace(
-        found.chip(f"{name}, as measured now", memory=loading.free_memory(here) or math.inf), **given
-    ), here.type
+    chip = rates_here(here, dtype).chip(f"{name}, as measured now", loading.free_memory(here) or math.inf)
+    return replace(chip, **given), here.type
 
 
 def ranks_for(chip: Chip, tp: int, per_node: int, link: float | None, network: float | None) -> Ranks | None:
@@ -86,15 +69,9 @@ def ranks_for(chip: Chip, tp: int, per_node: int, link: float | None, network: f
     return Ranks(n=tp, link=own, per_node=per_node, network=other) if tp > 1 else None
 
 
-# ---------------------------------------------------------------- a model on chips
-
-
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """A model on chips: all that the cost of a round depends on besides its rows and its draft.
-
-    device: the kind of the chips, "cuda" or "cpu". room: tokens that a row may grow by. ranks: None for one chip.
-    """
+    """A model on chips of a kind, "cuda" or "cpu"; room: tokens that a row may grow by; ranks: None for one chip."""
 
     model: ModelConfig
     chip: Chip
@@ -112,17 +89,15 @@ class System:
 
     @property
     def tp(self) -> int:
-        """Ranks that hold the model together."""
         return self.ranks.n if self.ranks else 1
-
-    def draft_ranks(self, draft: DraftConfig) -> Ranks | None:
-        """Ranks that hold a draft model together."""
-        n = draft.draft_tp or self.tp
-        return replace(self.ranks, n=n) if self.ranks and n > 1 else None
 
     @property
     def _format(self) -> CacheFormat:
         return FORMATS[self.kv_dtype or self.dtype]
+
+    def draft_ranks(self, draft: DraftConfig) -> Ranks | None:
+        n = draft.draft_tp or self.tp
+        return replace(self.ranks, n=n) if self.ranks and n > 1 else None
 
     def conditions(self, efficiency: Efficiency = IDEAL) -> Conditions:
         """Of every step of the target: quantizing leaves the output's weights as they are."""
@@ -172,21 +147,21 @@ class System:
         return config
 
     def plain(self, batch: int, context: float, efficiency: Efficiency = IDEAL) -> float:
-        """Seconds of a step of plain decoding, T_T."""
         return step_seconds(self.model, self.chip, batch, 1, context, self.conditions(efficiency))
 
     def forecast(
-        self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, gamma: int,
+        self, draft: DraftConfig, chances: Alpha, batch: int, context: float, gamma: int,
         efficiency: Efficiency = IDEAL,
     ) -> Forecast:  # fmt: skip
         """Rounds of gamma drafts, including the cost of their selection; gamma 0 is plain decoding."""
         loading.check_planes(EngineConfig(kv_dtype=self.kv_dtype), draft, self.model)
-        policy, under = registry.policy_class(draft.policy), self.conditions(efficiency)
+        device, policy = torch.device(self.device), registry.policy_class(draft.policy)
+        under = self.conditions(efficiency)
         theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
         own = self._unquantized(self.draft_model or self.model, self.draft_ranks(draft), efficiency)
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0
-        tokens, drafting, selecting = omega(gamma, chances), 0.0, 0.0
+        tokens, drafting, selecting = roofline.omega(gamma, chances), 0.0, 0.0
         for step in policy.model_steps(draft, self.model, theirs, gamma) if gamma else ():
             view = registry.view_class(step.view)
             of_step, size = own if step.model is theirs else under, (step.model, self.chip, batch)
@@ -194,7 +169,7 @@ class System:
                 if step.model is not theirs:
                     require_copy(draft.quantize, self.quantize)
                 self._require(draft.quantize, step.model, of_step.tp, of_draft=True)
-                device, rows = torch.device(self.device), -(-step.model.vocab_size // of_step.tp)
+                rows = -(-step.model.vocab_size // of_step.tp)
                 head = precision(precision(draft.quantize, device).head, device)
                 of_step = replace(
                     of_step, weight_bytes=self._weight_bytes(draft.quantize, step.model, of_step.tp),
@@ -212,9 +187,8 @@ class System:
             drafting += step.count * step_seconds(*size, step.n_tokens, reads, of_step, attention=step.view)
             if (period := view.refresh_period(draft)) and context > draft.budget:
                 # on CUDA keys are read twice, with their weights and to sum these, and values once
-                traits = traits_of(torch.device(self.device))
-                twice = 1.5 if triton_serves(torch.device(self.device)) else 1.0
-                refresh = Refresh(every=period, n_observed=view.n_observed, reads=twice, at_once=traits.windows)
+                twice, at_once = 1.5 if triton_serves(device) else 1.0, traits_of(device).windows
+                refresh = Refresh(every=period, n_observed=view.n_observed, reads=twice, at_once=at_once)
                 selecting += roofline.refresh_seconds(*size, int(context), tokens, refresh, of_step)
         return Forecast(
             gamma=gamma, tokens=tokens, target_seconds=self.plain(batch, context, efficiency),
@@ -227,23 +201,16 @@ class System:
         self, draft: DraftConfig, batch: int, context: float, chance: float, tokens: float,
         rounds_by_gamma: Mapping[int, int],
     ) -> Record:  # fmt: skip
-        """A plain step, the average of rounds, and their gain at so many tokens per round and chance of a draft.
-
-        rounds_by_gamma: how many drafted each gamma.
-        """
+        """A plain step, the average of rounds, and their gain at so many tokens per round and chance of a draft."""
         plain, n = self.plain(batch, context), sum(rounds_by_gamma.values())
         rounds = {gamma: self.forecast(draft, chance, batch, context, gamma) for gamma in rounds_by_gamma}
         a_round = sum(rounds_by_gamma[gamma] * one.round_seconds for gamma, one in rounds.items()) / n
         return {"plain_ms": plain * 1e3, "round_ms": a_round * 1e3, "speedup": tokens * plain / a_round}
 
-    def best(
-        self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, efficiency: Efficiency = IDEAL
-    ) -> Forecast:
+    def best(self, draft: DraftConfig, chances: Alpha, batch: int, context: float, e: Efficiency = IDEAL) -> Forecast:
         """Rounds with the gamma that a configuration fixes, or with the best that gamma "auto" may draft."""
         tiers = gamma_tiers(self.model.group_size)[1:] if isinstance(draft.gamma, str) else [draft.gamma]
-        return roofline.best_gamma(
-            lambda gamma: self.forecast(draft, chances, batch, context, gamma, efficiency), tiers
-        )
+        return roofline.best_gamma(lambda gamma: self.forecast(draft, chances, batch, context, gamma, e), tiers)
 
     def memory(self, draft: DraftConfig, batch: int, context: int) -> tuple[int, str | None]:
         """Bytes on each chip by an engine's memory plan, and None or, if they do not fit, advice on what would."""
@@ -269,21 +236,15 @@ class System:
             return plan.total, str(error).rpartition("; ")[2]
         return plan.total, None
 
-    # ------------------------------------------------------------ from which length on
-
-    def break_even(
-        self, draft: DraftConfig, chances: float | Chances, batch: int, efficiency: Efficiency = IDEAL
-    ) -> int | None:
+    def break_even(self, draft: DraftConfig, chances: Alpha, batch: int, e: Efficiency = IDEAL) -> int | None:
         """The shortest context at which drafting is faster than plain decoding; None: at none within the model's."""
-        return self._first(lambda context: self.best(draft, chances, batch, context, efficiency).ratio > 1)
+        return self._first(lambda context: self.best(draft, chances, batch, context, e).ratio > 1)
 
-    def critical(
-        self, draft: DraftConfig, chances: float | Chances, batches: Sequence[int], efficiency: Efficiency = IDEAL
-    ) -> int | None:
+    def critical(self, draft: DraftConfig, chances: Alpha, batches: list[int], e: Efficiency = IDEAL) -> int | None:
         """The shortest context at which the largest batch gains at least as much as the smallest; None: at none."""
 
         def grows(context: int) -> bool:
-            few, many = (self.best(draft, chances, n, context, efficiency).ratio for n in (min(batches), max(batches)))
+            few, many = (self.best(draft, chances, n, context, e).ratio for n in (min(batches), max(batches)))
             return many >= few
 
         return self._first(grows)
@@ -300,16 +261,11 @@ class System:
 
 
 def budget_of(draft: DraftConfig) -> int | None:
-    """The budget of a draft, None if its policy uses none."""
     return draft.budget if "budget" in registry.fields_used(draft.policy) else None
 
 
 def label(one: Record) -> str:
-    """Who drafted, as "streaming 512"."""
     return Setting(policy=one["policy"], budget=one["budget"]).label
-
-
-# ---------------------------------------------------------------- how many drafts are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,9 +306,8 @@ class Kept:
             return one["chances"], f"measured: {one['file']}, context {one['context']:,}, T {one['temperature']:g}"
         if self.measured:
             there = ", ".join(sorted({label(one) for one in self.measured}))
-            raise ValueError(
-                f"no acceptance of {label({'policy': policy, 'budget': budget})} was measured there, only of {there}"
-            )
+            who = label({"policy": policy, "budget": budget})
+            raise ValueError(f"no acceptance of {who} was measured there, only of {there}")
         if policy in PROFILES:
             profile = PROFILES[policy].with_weights(draft.quantize)
             return profile.chances, f"assumed: {profile.source}"
@@ -377,9 +332,6 @@ def _measured_acceptance(path: Path) -> list[Record]:
     if not found:
         raise ValueError(f"{path} holds no acceptance by position")
     return found
-
-
-# ---------------------------------------------------------------- what is printed
 
 
 def default_policies(system: System) -> list[str]:

@@ -21,19 +21,8 @@ from gpt_fast_sd.model import ModelConfig, load_model, read_config
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "q4_0": torch.float32}
 
 
-def interleave_rope(weight: Tensor, n_heads: int) -> Tensor:
-    """Rows of each head reordered from halves (i, i + H/2) to neighbours (2i, 2i + 1): [N * H, ...] -> [N * H, ...].
-
-    Hugging Face rotates the two halves of a head, llama.cpp's llama architecture rotates neighbouring pairs.
-    """
-    pairs: Tensor = weight.unflatten(0, (n_heads, 2, -1)).transpose(1, 2)  # [N, H/2, 2, ...]
-    return pairs.flatten(0, 2)
-
-
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every (name, tensor) of the folder's safetensors files, dtype as stored."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not (files := sorted(folder.glob("*.safetensors"))):
         raise ValueError(f"{folder} holds no .safetensors file")
     for file in files:
         with safe_open(file, framework="pt") as tensors:
@@ -68,7 +57,6 @@ def _add_tokenizer(writer: Any, folder: Path, config: ModelConfig) -> None:
 
 
 def _copy_tokenizer(writer: Any, source: Path, config: ModelConfig) -> None:
-    """Store the tokenizer of another GGUF file."""
     import gguf
 
     writer.add_vocab_size(config.vocab_size)
@@ -79,10 +67,7 @@ def _copy_tokenizer(writer: Any, source: Path, config: ModelConfig) -> None:
 
 
 def export_gguf(folder: Path, out: Path, dtype: str, tokenizer_of: Path | None = None) -> None:
-    """Write out: the folder's model with matrices in dtype ("f16", "bf16", "f32" or "q4_0"); ValueError if it cannot.
-
-    tokenizer_of: a GGUF file whose tokenizer is taken, else it is the folder's.
-    """
+    """Write the folder's model, with its tokenizer or that of a GGUF file; ValueError if it cannot be done."""
     import gguf
 
     if dtype not in DTYPES:
@@ -128,7 +113,9 @@ def export_gguf(folder: Path, out: Path, dtype: str, tokenizer_of: Path | None =
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings):
             continue
         for kind, n_heads in ((".q_proj.", config.n_heads), (".k_proj.", config.n_kv_heads)):
-            tensor = interleave_rope(tensor, n_heads) if kind in name else tensor
+            if kind in name:  # Hugging Face rotates the two halves of a head, llama.cpp neighbouring pairs
+                pairs = tensor.unflatten(0, (n_heads, 2, -1)).transpose(1, 2)  # [N, H/2, 2, ...]
+                tensor = pairs.flatten(0, 2)  # [N * H, ...]
         known = theirs.get_name(name, try_suffixes=(".weight",))
         if known is None:
             raise ValueError(f"{folder} holds a tensor that llama.cpp has no name for: {name}")

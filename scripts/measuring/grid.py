@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-from gpt_fast_sd.config import EngineConfig, SamplingParams
-from gpt_fast_sd.policies.config import DraftConfig
+from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.policies.registry import fields_used, policies
 
 OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the draft model; "hierarchy" has lookup
@@ -16,16 +15,11 @@ CHECKED = ("draft_model", "draft_tp", "view", "exit_layers", "quantize", "kv_bit
 Record = dict[str, Any]
 
 
-# ---- who drafts ------------------------------------------------------------------------------------------------------
-
-
 def known_drafters() -> tuple[str, ...]:
-    """Everything that may draft, by name."""
     return (*(policy for policy in policies() if policy != "off"), OVER_STANDALONE)
 
 
 def has_a_model(drafter: str) -> bool:
-    """Whether it drafts with a model of its own."""
     policy, _, cheap = drafter.partition("/")
     fields = fields_used(policy)
     return "draft_model" in fields and ("cheap" not in fields or cheap == "standalone")
@@ -40,20 +34,15 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """Policy and budget in one phrase."""
         return self.policy if self.budget is None else f"{self.policy} {self.budget:,}"
 
     @property
     def uses(self) -> set[str]:
-        """The fields of DraftConfig that it uses."""
         fields = fields_used(self.policy.partition("/")[0])
         return fields if has_a_model(self.policy) else fields - {"draft_model", "draft_tp"}
 
     def draft(self, gamma: int | str, common: Mapping[str, Any]) -> DraftConfig:
-        """The configuration that it stands for; ValueError if that is invalid.
-
-        common: other fields of DraftConfig; the policy takes those that it uses.
-        """
+        """Its configuration, with those of the common fields that it uses; ValueError if that is invalid."""
         policy, _, cheap = self.policy.partition("/")
         changes = {name: value for name, value in common.items() if name in self.uses or name not in CHECKED}
         changes |= {} if self.budget is None else {"budget": self.budget}
@@ -62,20 +51,14 @@ class Setting:
 
 def settings_of(policies: Sequence[str], budgets: Sequence[int]) -> list[Setting]:
     """Every policy with every budget, or once if it has none."""
-    found = []
-    for policy in policies:
-        has_budget = "budget" in fields_used(policy.partition("/")[0])
-        found += [Setting(policy=policy, budget=budget) for budget in (budgets if has_budget else [None])]
-    return found
+    fields = {policy: fields_used(policy.partition("/")[0]) for policy in policies}
+    return [Setting(policy=p, budget=n) for p in policies for n in (budgets if "budget" in fields[p] else [None])]
 
 
 def buildable(
     settings: Sequence[Setting], gammas: Sequence[int | str], common: Mapping[str, Any]
 ) -> tuple[list[Setting], dict[str, str]]:
-    """The valid settings, and why the others are not, by label; ValueError if some budget has none left.
-
-    Also for a field that was given and that none of them uses.
-    """
+    """The valid settings, and why others are not; ValueError if a budget has none left, or nobody uses a field."""
     fine, skipped = [], {}
     for name in CHECKED:
         if common.get(name) is not None and not any(name in setting.uses for setting in settings):
@@ -89,14 +72,9 @@ def buildable(
         except ValueError as error:
             skipped[setting.label] = str(error)
     for setting in settings:
-        if all(other in fine or other.budget != setting.budget for other in settings):
-            continue
         if not any(other.budget == setting.budget for other in fine):
             raise ValueError(skipped[setting.label])
     return fine, skipped
-
-
-# ---- the file --------------------------------------------------------------------------------------------------------
 
 
 def name_of(field: Field[Any]) -> str:
@@ -144,9 +122,6 @@ def up_to_date(document: Record) -> None:
         record.setdefault("temperature", document["settings"].get("temperature", 0.0))
 
 
-# ---- the points ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """One measurement."""
@@ -159,7 +134,6 @@ class Point:
 
     @property
     def key(self) -> Record:
-        """The key under which its result is found again."""
         return {
             "batch": self.batch, "context": self.context, "policy": self.setting.policy,
             "budget": self.setting.budget, "gamma": self.gamma, "temperature": self.temperature,
@@ -167,7 +141,6 @@ class Point:
 
     @property
     def needs_model(self) -> bool:
-        """Whether another model drafts, with which the engine must be built."""
         return has_a_model(self.setting.policy)
 
 

@@ -67,16 +67,9 @@ class Ledger:
     """A JSON document of results, on disk after every one; those of an earlier run with the same settings stay."""
 
     def __init__(
-        self,
-        path: Path | None,
-        benchmark: str,
-        settings: Record,
-        machine: Record,
-        *,
-        fresh: bool = False,
-        results: str = "results",
-        adapt: Callable[[Record], object] = lambda document: None,
-    ) -> None:
+        self, path: Path | None, benchmark: str, settings: Record, machine: Record, *, fresh: bool = False,
+        results: str = "results", adapt: Callable[[Record], object] = lambda document: None,
+    ) -> None:  # fmt: skip
         """results: the document's name for its list of them. adapt: brings a file of an earlier version up to date.
 
         path None: nothing is read or written.
@@ -106,12 +99,10 @@ class Ledger:
 
     @property
     def records(self) -> list[Record]:
-        """All results so far."""
         found: list[Record] = self.document[self._results]
         return found
 
     def find(self, key: Record) -> Record | None:
-        """The result with these values, if it is there."""
         return next((r for r in self.records if all(r.get(name) == value for name, value in key.items())), None)
 
     def put(self, key: Record, record: Record) -> None:
@@ -120,7 +111,6 @@ class Ledger:
         self.document[self._results] = [*(r for r in self.records if r is not older), as_json(record)]
 
     def write(self, **more: Any) -> None:
-        """Write the file as it is now, with anything else that belongs in it."""
         self.document |= more
         if self.path:
             write_whole(self.path, json.dumps(self.document, indent=1) + "\n")

@@ -22,8 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.config import EngineConfig, SamplingParams
-from gpt_fast_sd.engine import Engine
+from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import CausalSelf, KVCache, Transformer
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.sampling import SamplingTable, probabilities
@@ -58,7 +57,6 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 def n_agreeing(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many leading tokens of two outputs are the same."""
     parted = first_difference(ours, theirs)
     return len(ours) if parted is None else parted
 
@@ -100,10 +98,7 @@ def is_near_tie(gap: float, *dtypes: str, best: float = 0.0) -> bool:
 
 @torch.inference_mode()
 def logits_in_fp32(model: Transformer, ids: Sequence[int]) -> Tensor | None:
-    """The logits [V] after T tokens, by a copy of the model in fp32, which is made for this call.
-
-    None for quantized weights, of which there is no such copy.
-    """
+    """The logits [V] after T tokens, by a copy of the model in fp32; None for quantized weights."""
     device, weights = model.embedding.weight.device, model.state_dict()
     with device:
         twin = Transformer(model.config).float()
@@ -115,16 +110,10 @@ def logits_in_fp32(model: Transformer, ids: Sequence[int]) -> Tensor | None:
 
 @torch.inference_mode()
 def logits_after(model: Transformer, ids: Sequence[int]) -> Tensor:
-    """The logits [V] after T tokens, by one forward of the whole text in the model's own dtype.
-
-    Engine.logits works like the engine, token by token, and discards a slot's prefilled keys.
-    """
+    """The logits [V] after T tokens, by one forward of the whole text in the model's own dtype."""
     tokens = torch.tensor([list(ids)], device=model.embedding.weight.device)
     hidden = model.hidden(tokens, torch.arange(len(ids), device=tokens.device)[None], CausalSelf())[0, -1:]  # [1, D]
     return cast(Tensor, model.output(hidden)[0].float())
-
-
-# ---- five checks -----------------------------------------------------------------------------------------------------
 
 
 Prompts = Sequence[Sequence[int]]
@@ -148,7 +137,6 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """It on a line of a terminal."""
         return f"{'passed' if self.passed else 'FAILED'}  {self.check:<8} {self.text}"
 
 
@@ -173,14 +161,8 @@ def prove(
         yield exact(engine, prompts[: config.batch_size], n_tokens)
 
 
-# ---- greedy, and exact -----------------------------------------------------------------------------------------------
-
-
 def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
-    """Both ways give the same greedy tokens, or part where the target's logits are NEAR_TIE apart at most.
-
-    The logits are those of Engine.logits: the target's alone, token by token.
-    """
+    """Both ways give the same greedy tokens, or part where the logits of Engine.logits are NEAR_TIE apart at most."""
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
     plain, ours = ([c.tokens for c in engine.generate(prompts, params, speculate=way)] for way in (False, True))
     stats, rows = engine.stats, [(i, prompts[i], plain[i], ours[i]) for i in range(len(prompts))]
@@ -201,7 +183,6 @@ def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
 
 
 def dtypes_of(engine: Engine) -> list[str]:
-    """The dtypes that round: of the weights, and of the cache if it has its own."""
     return [engine.dtype_name, engine.config.kv_dtype or engine.dtype_name]
 
 
@@ -243,9 +224,6 @@ def _with_logits(
         engine.schedule.rounds.feed = feed  # type: ignore[method-assign]
 
 
-# ---- samples ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Cells:
     """A distribution of two tokens as few cells: for each likeliest first token bins of the second, and other firsts.
@@ -264,12 +242,9 @@ class Cells:
 
     @classmethod
     def of(
-        cls,
-        logits_after: Callable[[list[int]], Tensor],
-        prompt: Sequence[int],
-        params: SamplingParams,
+        cls, logits_after: Callable[[list[int]], Tensor], prompt: Sequence[int], params: SamplingParams,
         tie: Callable[[float], float] = lambda best: 0.0,
-    ) -> Cells:
+    ) -> Cells:  # fmt: skip
         """From the target's logits [V] after a text; tie: gap of logits below the best that rounding may close."""
         ties = list[float]()
 
@@ -314,9 +289,8 @@ class Cells:
 
     def left_out(self, outputs: Sequence[Sequence[int]]) -> int:
         """How many of these outputs hold a token that their filter leaves out."""
-        return sum(
-            bool(self.outside[None][a]) or (a in self.second and bool(self.outside[a][b])) for a, b, *_ in outputs
-        )
+        out = self.outside
+        return sum(bool(out[None][a]) or (a in self.second and bool(out[a][b])) for a, b, *_ in outputs)
 
     def count(self, outputs: Sequence[Sequence[int]]) -> Tensor:
         """How many of these outputs are in each cell: fp64, as expected."""
@@ -381,10 +355,7 @@ def next_above(freedom: int, rounding: float = 0.0) -> float:
 
 
 def smallest_distance(n: int, freedom: int, rounding: float = 0.0) -> float:
-    """The total variation between cells that n samples find with POWER, where chance and rounding fail with CHANCE.
-
-    A distance d adds at least 4 n d^2 to the statistic (Cauchy and Schwarz), as a chi-square's noncentrality.
-    """
+    """The distance d that n samples find with POWER: it adds at least 4 n d^2 to the statistic (Cauchy, Schwarz)."""
     limit = next_above(freedom, rounding)
     return math.sqrt(_falls_to(lambda x: 1 - chance_of(limit, freedom, x), 1 - POWER) / (4 * n))
 
@@ -449,9 +420,6 @@ def _finite_logits(engine: Engine, ids: list[int]) -> Tensor:
     return logits
 
 
-# ---- seeds and refills -----------------------------------------------------------------------------------------------
-
-
 def seeds(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     """Rows with seeds of their own, sampled and greedy, give the same tokens whatever happens beside them."""
     params, order = _mixed(len(prompts), n_tokens), list(range(len(prompts)))
@@ -491,7 +459,6 @@ def refill(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
 
 
 def _mixed(n: int, n_tokens: int) -> list[SamplingParams]:
-    """Sampled, greedy and filtered rows in turn, of uneven lengths."""
     ways: list[dict[str, Any]] = [FREE, {}, FILTERED]
     lengths = [max(1, n_tokens - i % 3) for i in range(n)]
     return [SamplingParams(max_tokens=m, seed=1000 + i, ignore_eos=True, **ways[i % 3]) for i, m in enumerate(lengths)]
@@ -501,10 +468,7 @@ def _decode(
     engine: Engine, prompts: Prompts, params: Sequence[SamplingParams], order: Sequence[int],
     freed: Callable[[], object] = lambda: None,
 ) -> tuple[dict[int, list[int]], dict[int, int]]:  # fmt: skip
-    """Tokens of each prompt, begun in this order, and its slot unless it came and went in one round.
-
-    freed is called whenever a row has left its slot.
-    """
+    """Tokens of each prompt, begun in this order, and its slot if it was seen; freed: called when a row has left."""
     tokens, slots = dict[int, list[int]](), dict[int, int]()
     for event in engine.stream([prompts[i] for i in order], [params[i] for i in order]):
         for slot, request in enumerate(engine.schedule.slots):
@@ -526,7 +490,6 @@ def _caches(engine: Engine) -> Iterator[tuple[KVCache, Prefill | None]]:
 
 
 def poison_all(engine: Engine, kind: float) -> int:
-    """Poison every free slot -> how many numbers."""
     return sum(poison(engine, slot, kind) for slot in range(engine.config.batch_size))
 
 

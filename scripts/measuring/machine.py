@@ -26,21 +26,15 @@ def environment(device: torch.device, *packages: str) -> Record:
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
     found: Record = {
-        "gpt_fast_sd": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "instructions": chosen().name,
+        "gpt_fast_sd": __version__, "torch": torch.__version__, "python": platform.python_version(),
+        "platform": platform.platform(), "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(), "instructions": chosen().name,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-    }
+    }  # fmt: skip
     return found | ({"versions": {package: version(package) for package in packages}} if packages else {})
 
 
 def version(package: str) -> str | None:
-    """The installed version of a distribution, None if there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -59,15 +53,10 @@ def clocks() -> Record:
 
 
 def load_average() -> float | None:
-    """How many processes wanted a core in the last minute, if the system reports it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
 def release_memory(device: torch.device) -> None:
-    """Free the memory of deleted engines before the next one allocates its own."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -82,7 +71,6 @@ def restart_peak(device: torch.device) -> None:
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """What tensors take on a CUDA device now; None of another."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 

@@ -6,28 +6,25 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from gpt_fast_sd import loading
-from gpt_fast_sd.config import EngineConfig, SamplingParams
-from gpt_fast_sd.engine import Engine
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, loading
 from gpt_fast_sd.fast.compile import can_compile
 from gpt_fast_sd.loading import TORCH_DTYPES, check_kv_dtype, locate, natural_dtype, plan_for
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, read_config, read_stored_dtype, read_stored_float8
-from gpt_fast_sd.policies.config import DraftConfig
 from gpt_fast_sd.tp import Parallel
 from measuring import grid, lossless, machine, plots, points, prompts
-from measuring.chips import Chip, Ranks, chip_of
+from measuring.chips import Chip, Ranks, chip_of, rates_here
 from measuring.forecast import System
 from measuring.grid import Point, Setting, draft_fields, draft_label, has_a_model
-from measuring.ledger import Ledger, digest, fingerprint
+from measuring.ledger import Ledger, Record, digest, fingerprint
 from measuring.points import BUDGETS, POLICIES, PRECISIONS, SIZES, lengths_of
 from measuring.tables import Table
 from measuring.turns import Run, Turns, in_turns, round_ms, run, shortened, spread, take_turns, totals, way_of
 
-Record = dict[str, Any]
+Progress = Callable[[str], object]
 MOST_RANDOM = 1 << 24  # tokens of --synthetic, which longer rows go round
 LOOKING = 60.0  # seconds after which no more gaps of a policy's differences are computed
 NOTHING = "none"
@@ -60,28 +57,23 @@ class Job:
 
     @property
     def bos(self) -> int | None:
-        """What a prompt begins with."""
         return self.tokenizer.bos_id if self.tokenizer else self.config.bos_id
 
     def in_common(self, **more: Any) -> Record:
-        """What results that may stand in one file have in common."""
         return {"model": str(self.args.model), **more, **grid.in_common(vars(self.args))}
 
     @property
     def timed(self) -> Record:
-        """What else times that may stand in one file have in common."""
         here, device = machine.environment(self.parallel.device), self.parallel.device.type
         return grid.timed_on(here, device, self.parallel.tp) | {"seconds": self.args.seconds}
 
     def ledger(self, benchmark: str, settings: Record, results: str = "results") -> Ledger:
-        """The file of --json, which the first process has; ValueError where it holds something else."""
         path = self.args.json if self.parallel.is_main else None
         here = machine.environment(self.parallel.device)
         return Ledger(path, benchmark, settings, here, fresh=self.args.fresh, results=results, adapt=grid.up_to_date)
 
     @property
     def dtype_name(self) -> str:
-        """The weights' dtype as an engine will have it."""
         args = self.args
         if args.dtype != "auto":
             return str(args.dtype)
@@ -101,7 +93,6 @@ class Job:
         ]
 
     def draft(self, point: Point) -> DraftConfig:
-        """Who drafts for a point."""
         return point.setting.draft(point.gamma, draft_fields(vars(self.args)))
 
     def params(self, n: int, temperature: float) -> list[SamplingParams]:
@@ -109,7 +100,6 @@ class Job:
         return [params_of(self.args, temperature, row) for row in range(n)]
 
     def build(self, batch: int, context: int, draft: DraftConfig | None) -> Engine:
-        """An engine for rows of up to so many tokens."""
         args, room, most = self.args, context + self.args.max_new_tokens, self.config.n_positions
         if room > most:
             raise ValueError(f"{context:,} tokens and {args.max_new_tokens:,} new ones are over {most:,} positions")
@@ -120,10 +110,8 @@ class Job:
 def params_of(args: argparse.Namespace, temperature: float, row: int) -> SamplingParams:
     """How a row is continued; ValueError where the flags make no sense."""
     seed = (args.seed + row) % 2**63 if temperature else None
-    filters = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p")}
-    return SamplingParams(
-        max_tokens=args.max_new_tokens, temperature=temperature, seed=seed, ignore_eos=True, **filters
-    )
+    how = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p")}
+    return SamplingParams(max_tokens=args.max_new_tokens, temperature=temperature, seed=seed, ignore_eos=True, **how)
 
 
 @dataclass
@@ -137,15 +125,12 @@ class Mode:
     bar: Any = None
 
     def key(self, point: Point) -> Record:
-        """The key under which a point's result is stored."""
         return point.key
 
     def known(self, point: Point) -> Record | None:
-        """The result that the file holds."""
         return self.ledger.find(self.key(point))
 
     def build(self, batch: int, context: int, draft: DraftConfig | None) -> Engine:
-        """An engine for rows of up to so many tokens."""
         return self.job.build(batch, context, draft)
 
     def measure(self, point: Point, engine: Engine) -> Record:
@@ -163,11 +148,9 @@ class Mode:
         self.bar.write(self.line(self.ledger.find(self.key(point)) or {}))
 
     def line(self, record: Record) -> str:
-        """A result as it is printed when it is there."""
         return self.table.line(record)
 
     def step(self, what: str) -> None:
-        """Show what is being done."""
         if self.bar is not None:
             self.bar.set_description(what)
 
@@ -248,7 +231,6 @@ class Mode:
         self.bar.update()
 
     def warn_of_speeds(self) -> None:
-        """A line where steps were not compiled."""
         if self.job.args.no_compile:
             print("not compiled: acceptance and tokens per round hold, the speeds mean little")
 
@@ -304,9 +286,8 @@ class BySize(Mode):
             **{name: getattr(args, name) for name in names}, **job.timed, **settings,
         )  # fmt: skip
         super().__init__(job, job.points(args.context), job.ledger(self.benchmark, settings, "points"), self.rows_of)
-        self.draft_config, self.chip = draft_config, None
-
-    chip: Chip | None  # the machine's rates, once they are measured
+        self.draft_config = draft_config
+        self.chip: Chip | None = None  # the machine's rates, once they are measured
 
     def note(self, batch: int, context: int) -> str | None:
         """What is to be said of a point's prompts, which are not made before an engine has room for them."""
@@ -327,10 +308,10 @@ class BySize(Mode):
 
     def before_engines(self) -> None:
         """The rates of the machine: an engine leaves no room for what is copied and multiplied to measure them."""
-        self.chip = points.rates_of(self.job.parallel.device, TORCH_DTYPES[self.job.dtype_name])
+        rates = rates_here(self.job.parallel.device, TORCH_DTYPES[self.job.dtype_name])
+        self.chip = rates.chip(machine.environment(self.job.parallel.device)["device"], memory=float("inf"))
 
     def system(self, engine: Engine) -> System:
-        """The model on this machine."""
         job, args = self.job, self.job.args
         assert self.chip
         link = (chip_of(self.chip.name) or self.chip).link
@@ -341,20 +322,16 @@ class BySize(Mode):
         )  # fmt: skip
 
     def measure(self, point: Point, engine: Engine) -> Record:
-        """One point's figures, and the rates of the machine they belong to."""
         rows = prompts.round_the_text(self.ids, point.batch, point.context, self.job.bos)
         system, name = self.system(engine), f"{point.batch} x {point.context:,}, {draft_label(point.key)}"
         found = self.figures(point, engine, system, rows, lambda what: self.step(f"{name}: {what}"))
         rates = {"bandwidth": system.chip.bandwidth, "peak": system.chip.peak}
         return found | {"note": self.note(point.batch, point.context), "machine": rates}
 
-    def figures(
-        self, point: Point, engine: Engine, system: System, rows: list[list[int]], progress: Callable[[str], object]
-    ) -> Record:
-        """Speeds and shares of one point."""
+    def figures(self, point: Point, engine: Engine, system: System, rows: list[list[int]], tell: Progress) -> Record:
         machine.restart_peak(engine.device)
         params, args = self.job.params(point.batch, point.temperature), self.job.args
-        turns = take_turns(engine, rows, params, args.pairs, seconds=args.seconds, progress=progress)
+        turns = take_turns(engine, rows, params, args.pairs, seconds=args.seconds, progress=tell)
         return points.summarize(point, turns, engine, system, self.job.draft(point))
 
     def done(self, point: Point, found: Record | Exception) -> None:
@@ -362,17 +339,15 @@ class BySize(Mode):
         if isinstance(found, Exception):
             found = {"status": "failed", "reason": self.job.told(found)}
         self.ledger.put(point.key, point.key | found)
-        self.ledger.write(**self.derived())
+        if self.benchmark == "batch":  # lengths are of one precision
+            measured = [r for r in self.ledger.records if r.get("status") == "measured"]
+            self.ledger.document["lengths"] = lengths_of(measured)
+        self.ledger.write()
         self.bar.write(self.line(self.ledger.find(point.key) or {}))
         if "speedup" in found:
             self.bar.write(points.more(found))
 
-    def derived(self) -> Record:
-        """What follows from all points together, for the file."""
-        return {"lengths": lengths_of([r for r in self.ledger.records if r.get("status") == "measured"])}
-
     def line(self, record: Record) -> str:
-        """A row of the table, or several, or why there is none."""
         if record["status"] == "measured":
             return "\n".join(self.table.line(record | one) for one in record.get("precisions", [{}]))
         return f"{record['context']:>7,}  {record['batch']:>5}  {draft_label(record):<34}  skipped: {record['reason']}"
@@ -385,7 +360,6 @@ class BySize(Mode):
         raise NothingMeasured("nothing could be measured; the reasons are above")
 
     def report(self, found: list[Record]) -> None:
-        """All points in one table, the lengths, the pictures."""
         found.sort(key=lambda r: (draft_label(r), r["context"], r["batch"]))
         measured = self.listed(found)
         rates = measured[-1]["machine"]
@@ -434,11 +408,9 @@ class ByBudget(Mode):
         super().__init__(job, job.points([context]), job.ledger("frontier", settings), BUDGETS)
 
     def key(self, point: Point) -> Record:
-        """Policy and budget: all else is in the settings."""
         return {"policy": point.setting.policy, "budget": point.setting.budget}
 
     def measure(self, point: Point, engine: Engine) -> Record:
-        """One point of the frontier; where nothing is timed, ratio and milliseconds are None."""
         params, n = self.job.params(point.batch, point.temperature), self.job.args.pairs
         if n:
             turns = take_turns(engine, self.prompts, params, n, seconds=self.job.args.seconds, progress=self.step)
@@ -456,7 +428,6 @@ class ByBudget(Mode):
         }  # fmt: skip
 
     def report(self, found: list[Record]) -> None:
-        """What was not timed, and the picture."""
         if not found:
             raise NothingMeasured("no policy could be measured; the reasons are above")
         if not self.job.args.pairs:
@@ -496,25 +467,21 @@ class Lossless(Mode):
         super().__init__(job, job.points([args.longest]), job.ledger("speculation lossless", settings), POLICIES)
 
     def key(self, point: Point) -> Record:
-        """Policy and budget, and the draft model where there is one."""
         key: Record = {"policy": point.setting.policy, "budget": point.setting.budget}
         if point.needs_model:
             key |= {"draft_model": self.job.args.draft_model, "draft_weights": self.theirs}
         return key
 
     def build(self, batch: int, context: int, draft: DraftConfig | None) -> Engine:
-        """An engine; the first one that asks for no draft model has the one that is there."""
         engine, self.engine = (self.engine, None) if draft is None else (None, self.engine)
         return engine or super().build(batch, context, draft)
 
     def decode(self, engine: Engine, what: str, *, speculate: bool) -> Run:
-        """All prompts, with a progress bar."""
         params = self.job.params(len(self.prompts), 0.0)
         with tqdm(total=len(params), desc=what, unit="prompt", leave=False) as bar:
             return run(engine, self.prompts, params, speculate=speculate, finished=lambda _: bar.update())
 
     def measure(self, point: Point, engine: Engine) -> Record:
-        """Where a policy's outputs leave the plain ones, and how close a call it was."""
         plain = self.ledger.find({"policy": "off"})
         if plain is None:
             plain = {"policy": "off", "outputs": self.decode(engine, "plain", speculate=False).outputs}
@@ -525,17 +492,13 @@ class Lossless(Mode):
             lambda ids: lossless.logits_after(engine.model, ids), LOOKING,
         )  # fmt: skip
         return {
-            "prompts": len(self.prompts),
-            "equal": len(self.prompts) - len(found),
+            "prompts": len(self.prompts), "equal": len(self.prompts) - len(found),
             "differences": [{"row": (one := asdict(d)).pop("index"), **one} for d in found],
-            "acceptance_rate": stats.acceptance_rate,
-            "acceptance_by_position": stats.acceptance_by_position,
-            "tokens_per_round": stats.tokens_per_round,
-            "recompiles": stats.recompiles,
+            "acceptance_rate": stats.acceptance_rate, "acceptance_by_position": stats.acceptance_by_position,
+            "tokens_per_round": stats.tokens_per_round, "recompiles": stats.recompiles,
         }  # fmt: skip
 
     def line(self, record: Record) -> str:
-        """A row of the table, and a line for each difference."""
         lines = [self.table.line(record)]
         for one in record["differences"]:
             gap = "not examined" if one["gap"] is None else f"logits {one['gap']:.2g} apart"
@@ -543,7 +506,6 @@ class Lossless(Mode):
         return "\n".join(lines)
 
     def report(self, found: list[Record]) -> None:
-        """Which policies are not lossless."""
         if not found:
             raise NothingMeasured("no policy could be built; the reasons are above")
         print("", self.table.head, *map(self.line, found), sep="\n")
@@ -560,11 +522,7 @@ class Lossless(Mode):
             raise OutputsDiffer(f"not token-identical to plain decoding: {', '.join(wrong)}")
 
 
-# ---- at several precisions -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
+class Precision(NamedTuple):
     """What is quantized, and to what; None: nothing, it has the engine's dtype."""
 
     cache: str | None = None
@@ -579,79 +537,36 @@ class Precision:
             raise ValueError(
                 f"a precision is CACHE, CACHE/DRAFTS or CACHE/DRAFTS/WEIGHTS, as in int8/int8; got {text!r}"
             )
-        return cls(
-            **dict(zip(("cache", "drafts", "weights"), (None if p == NOTHING else p for p in parts), strict=False))
-        )
+        return cls(*(None if part == NOTHING else part for part in parts))
 
     @property
     def text(self) -> str:
-        """As `parse` reads it."""
-        parts = [self.cache or NOTHING, self.drafts or NOTHING, self.weights or NOTHING]
+        parts = [one or NOTHING for one in self]
         while len(parts) > 1 and parts[-1] == NOTHING:
             parts.pop()
         return "/".join(parts)
 
     @property
     def of_target(self) -> Precision:
-        """Without the draft's: plain decoding is the same."""
-        return replace(self, drafts=None)
+        return self._replace(drafts=None)
 
     def engine(self, config: EngineConfig) -> EngineConfig:
-        """The configuration of an engine of this precision."""
         return replace(config, kv_dtype=self.cache, quantize=self.weights)
 
     def draft(self, draft: DraftConfig) -> DraftConfig:
-        """Who drafts, with weights of this precision."""
         return replace(draft, quantize=self.drafts)
 
 
-def turns_of_precisions(
-    engines: Callable[[Precision], Engine], precisions: Sequence[Precision], draft: DraftConfig,
-    prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], n: int, progress: Callable[[str], object],
-) -> list[Record]:  # fmt: skip
-    """Decode plainly with every target and speculatively at every precision, n times in turns -> a record of each.
-
-    engines: the engine of a target's precision, the same one whenever it is asked for; what drafts there is exchanged
-    between runs. Before the turns every way runs once, short and untimed; in every other turn the order is reversed.
-    """
-    plain = [*dict.fromkeys([Precision(), *(one.of_target for one in precisions)])]
-    ways = [*((one, False) for one in plain), *((one, True) for one in precisions)]
-
-    def once(way: tuple[Precision, bool], turn: int | None) -> Run:
-        precision, speculate = way
-        when = "prefill" if turn is None else f"turn {turn + 1} of {n}"
-        progress(f"{when}: {precision.text}, {'drafts' if speculate else 'plain'}")
-        engine = engines(precision.of_target)
-        if speculate and engine.draft != precision.draft(draft):
-            engine.redraft(precision.draft(draft))
-            engine.warm_up()
-        return run(engine, prompts, shortened(params) if turn is None else params, speculate=speculate)
-
-    for way in ways:
-        once(way, None)
-    found = in_turns(ways, once, lambda turn: turn < n)
-    base = found[Precision(), False]
-    return [record(one, base, found[one.of_target, False], found[one, True]) for one in precisions]
-
-
 def record(precision: Precision, base: Sequence[Run], plain: Sequence[Run], speculative: Sequence[Run]) -> Record:
-    """The figures of one precision, JSON-ready: its runs over those of the same target's plain decoding, and over base.
-
-    base: plain decoding of the model of which nothing is quantized.
-    """
+    """The figures of one precision: its runs over the plain ones of its target, and of nothing quantized (base)."""
     rows, turns = len(plain[0].outputs), Turns([*plain], [*speculative])
     return {
-        "precision": precision.text,
-        "target": precision.of_target.text,
-        "plain_over_unquantized": ratios(plain, base),
+        "precision": precision.text, "target": precision.of_target.text, "plain_over_unquantized": ratios(plain, base),
         "speedup": {"own": ratios(speculative, plain), "unquantized": ratios(speculative, base)},
-        "plain": way_of(plain, rows),
-        "speculative": way_of(speculative, rows),
-        **turns.acceptance,
-        "rounds_by_gamma": turns.rounds_by_gamma,
-        "equal": rows - len(turns.first_differences),
+        "plain": way_of(plain, rows), "speculative": way_of(speculative, rows), **turns.acceptance,
+        "rounds_by_gamma": turns.rounds_by_gamma, "equal": rows - len(turns.first_differences),
         "recompiles_while_timed": turns.counts.recompiles,
-    }
+    }  # fmt: skip
 
 
 def ratios(runs: Sequence[Run], over: Sequence[Run]) -> Record:
@@ -690,7 +605,6 @@ class ByPrecision(BySize):
         self.engines: dict[Precision, Engine] = {}  # beside the one that is measured, and for the same rows
 
     def engine(self, base: Engine, precision: Precision) -> Engine:
-        """The engine of a target of this precision; those of an earlier base are dropped."""
         if self.engines.get(Precision()) is not base:
             self.engines = {Precision(): base}
             machine.release_memory(base.device)
@@ -704,24 +618,31 @@ class ByPrecision(BySize):
             self.engines[precision] = found
         return self.engines[precision]
 
-    def figures(
-        self, point: Point, engine: Engine, system: System, rows: list[list[int]], progress: Callable[[str], object]
-    ) -> Record:
-        """One point's figures at every precision."""
-        params = self.job.params(point.batch, point.temperature)
-        found = turns_of_precisions(
-            lambda one: self.engine(engine, one), self.precisions, self.job.draft(point), rows, params,
-            self.job.args.pairs, progress,
-        )  # fmt: skip
-        load = machine.load_average()
-        return {"status": "measured", "dtype": engine.dtype_name, "precisions": found, "load_average": load}
+    def figures(self, point: Point, engine: Engine, system: System, rows: list[list[int]], tell: Progress) -> Record:
+        """Decode plainly with every target and with drafts at every precision, in turns after short untimed runs."""
+        params, n = self.job.params(point.batch, point.temperature), self.job.args.pairs
+        plain = [*dict.fromkeys([Precision(), *(one.of_target for one in self.precisions)])]
+        ways = [*((one, False) for one in plain), *((one, True) for one in self.precisions)]
 
-    def derived(self) -> Record:
-        """Nothing: lengths are of one precision."""
-        return {}
+        def once(way: tuple[Precision, bool], turn: int | None) -> Run:
+            precision, speculate = way
+            when = "prefill" if turn is None else f"turn {turn + 1} of {n}"
+            tell(f"{when}: {precision.text}, {'drafts' if speculate else 'plain'}")
+            target, draft = self.engine(engine, precision.of_target), precision.draft(self.job.draft(point))
+            if speculate and target.draft != draft:
+                target.redraft(draft)
+                target.warm_up()
+            return run(target, rows, shortened(params) if turn is None else params, speculate=speculate)
+
+        for way in ways:
+            once(way, None)
+        found = in_turns(ways, once, lambda turn: turn < n)
+        base = found[Precision(), False]
+        records = [record(one, base, found[one.of_target, False], found[one, True]) for one in self.precisions]
+        load = machine.load_average()
+        return {"status": "measured", "dtype": engine.dtype_name, "precisions": records, "load_average": load}
 
     def report(self, found: list[Record]) -> None:
-        """All points in one table, and a picture."""
         measured = self.listed(found)
         self.warn_of_speeds()
         self.draw(lambda title, folder: plots.draw_precisions(measured, title, folder / "precisions.png"))

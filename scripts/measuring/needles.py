@@ -15,11 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpt_fast_sd.config import SamplingParams
-from gpt_fast_sd.engine import Engine
+from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.model import Tokenizer
-from gpt_fast_sd.policies.config import DraftConfig
-from gpt_fast_sd.serving.requests import Completion
 from measuring import plots
 from measuring.tables import Column, Table, shown
 
@@ -68,11 +65,6 @@ def thing(rng: np.random.Generator) -> str:
     return f"the {rng.choice(ADJECTIVE)} {rng.choice(NOUN)}"
 
 
-def number(rng: np.random.Generator) -> str:
-    """Five digits."""
-    return "".join(str(d) for d in rng.integers(0, 10, DIGITS))
-
-
 def made_up(rng: np.random.Generator, n: int) -> tuple[list[str], list[str]]:
     """n different names of one sort, and a number for each; ValueError for more than there are."""
     if n > (most := min(len(FIRST) * len(LAST), len(ADJECTIVE) * len(NOUN))):
@@ -80,7 +72,7 @@ def made_up(rng: np.random.Generator, n: int) -> tuple[list[str], list[str]]:
     make, names = (person if rng.random() < 0.5 else thing), dict[str, None]()
     while len(names) < n:
         names[make(rng)] = None
-    return [*names], [number(rng) for _ in names]
+    return [*names], ["".join(map(str, rng.integers(0, 10, DIGITS))) for _ in names]
 
 
 def fact(name: str, value: str) -> str:
@@ -89,16 +81,11 @@ def fact(name: str, value: str) -> str:
 
 
 def question(name: str) -> str:
-    """The text whose continuation is the needle's value."""
     return f"Recall {name} "
 
 
 def register(names: Sequence[str], values: Sequence[str]) -> list[str]:
-    """The lines of a register of facts."""
     return [fact(name, value) for name, value in zip(names, values, strict=True)]
-
-
-# ---- the prompts -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +105,6 @@ class Case:
 
 
 def lookup(tokenizer: Tokenizer, names: Sequence[str], values: Sequence[str], asked: int) -> Case:
-    """A register of facts, then the question for one of them."""
     prompt = tokenizer.encode("\n".join([*register(names, values), question(names[asked])]))
     return Case(prompt=prompt, answer=values[asked], cell=(len(names),))
 
@@ -131,9 +117,8 @@ def needle(tokenizer: Tokenizer, rng: np.random.Generator, books: Sequence[Tenso
     room = length
     while True:
         place = start + round(depth * room)
-        before, after = (
-            tokenizer.decode(part.tolist()).strip("\ufffd") for part in (ids[start:place], ids[place : start + room])
-        )
+        parts = ids[start:place], ids[place : start + room]
+        before, after = (tokenizer.decode(part.tolist()).strip("\ufffd") for part in parts)
         prompt = tokenizer.encode(f"{before}\n{fact(name, value)}\n{after}\n{question(name)}")
         excess = len(prompt) + DIGITS - length
         if excess <= 0:
@@ -149,6 +134,7 @@ class Cases:
     def __init__(self, tokenizer: Tokenizer, texts: Mapping[str, list[int]], seed: int) -> None:
         self.tokenizer, self.seed = tokenizer, seed
         self.books = [torch.tensor(ids) for ids in texts.values()]
+        self.bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
     def make(self, kind: str, length: int, n: int) -> list[Case]:
         """n cases; the same for the same seed, kind and length, whatever else was asked for."""
@@ -160,7 +146,6 @@ class Cases:
         return needle(self.tokenizer, rng, self.books, length, rng.uniform(*DEPTHS))
 
     def lookup(self, rng: np.random.Generator, length: int) -> Case:
-        """A register of facts that fills the length; one from its first part is asked for."""
         names, values = made_up(rng, min(2000, max(2, length // 14)))
         place = rng.uniform(*DEPTHS)
         while True:
@@ -185,25 +170,15 @@ class Cases:
         return Case(prompt=prompt, new_tokens=COPIED, answer=text[half : half + COPIED])
 
     def prose(self, rng: np.random.Generator, length: int) -> Case:
-        """A stretch of a book."""
         if length <= COPIED + 1:
             raise ValueError(f"prose needs more than {COPIED + 1} tokens, got {length}")
         prompt = [*self.bos, *self.stretch(rng, length - COPIED - len(self.bos))]
         return Case(prompt=prompt, new_tokens=COPIED, answer=None)
 
-    @property
-    def bos(self) -> list[int]:
-        """What a text begins with."""
-        return [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
-
     def stretch(self, rng: np.random.Generator, n: int) -> list[int]:
-        """n tokens from anywhere in one of the books."""
         book = self.books[int(rng.integers(len(self.books)))]
         start = int(rng.integers(0, len(book) - n + 1))
         return cast(list[int], book[start : start + n].tolist())
-
-
-# ---- the measurement -------------------------------------------------------------------------------------------------
 
 
 def measure_cell(engine: Engine, cases: Sequence[Case], drafts: Sequence[DraftConfig]) -> tuple[list[Any], list[Any]]:
@@ -233,7 +208,6 @@ def accepted(counts: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def interval(values: NDArray[np.float64]) -> list[float]:
-    """The middle 95 %."""
     return [float(end) for end in np.percentile(values, [2.5, 97.5])]
 
 
@@ -271,7 +245,6 @@ def summarize(results: Sequence[Record], seed: int = 0) -> list[Record]:
 
 
 def lead(rows: Any, others: Any, again: Any, others_again: Any) -> Record:
-    """By how much acceptance is above that of others on the same prompts, and on how many it is above and below."""
     return {
         "over_streaming": float(accepted(rows.sum(0)) - accepted(others.sum(0))),
         "over_streaming_interval": interval(accepted(again) - accepted(others_again)),
@@ -280,11 +253,7 @@ def lead(rows: Any, others: Any, again: Any, others_again: Any) -> Record:
     }
 
 
-# ---- the report ------------------------------------------------------------------------------------------------------
-
-
 def share(name: str, how: str) -> Callable[[Record], str]:
-    """A figure and its interval."""
 
     def text(r: Record) -> str:
         if name not in r:
@@ -316,19 +285,18 @@ def print_summary(summary: Sequence[Record]) -> None:
         print(*SUMMARY.lines(rows), sep="\n")
 
 
-def acceptance_spread(r: Record) -> Record:
-    """Acceptance and its interval, as pictures take them."""
-    return {"median": r["acceptance_rate"], **dict(zip(("min", "max"), r["acceptance_interval"], strict=True))}
-
-
 def draw(summary: Sequence[Record], title: str, path: Path) -> None:
     """One panel a kind: acceptance over the budget with its interval, on prompts answered right if these are enough."""
     policies, panels = [*dict.fromkeys(r["policy"] for r in summary)], []
+
+    def acceptance(r: Record) -> Record:
+        return {"median": r["acceptance_rate"], **dict(zip(("min", "max"), r["acceptance_interval"], strict=True))}
+
     for kind in dict.fromkeys(r["kind"] for r in summary):
         enough = any(r["kind"] == kind and r["prompts"] == "right" and r["n"] >= ENOUGH for r in summary)
         rows = [r for r in summary if (r["kind"], r["prompts"]) == (kind, "right" if enough else "all")]
         name = f"{kind}, {rows[0]['n']} prompts{' answered right' if enough else ''}"
-        panels.append(plots.over_budget(name, rows, acceptance_spread, policies, percent=True))
+        panels.append(plots.over_budget(name, rows, acceptance, policies, percent=True))
     plots.draw_panels(
         [panels], path, title=title, ylabel="accepted drafts, 95 % interval", share="y", size=(3.4, 3.4), legend=True
     )

@@ -53,13 +53,9 @@ REMEMBERS = "ngram-cache"  # what a request wrote, and would draft it for the ne
 def entries() -> list[Entry]:
     """Every mode of every peer, its plain decoding among them."""
 
-    def ours(kind: str, mode: str, **draft: Any) -> list[Entry]:
-        return [
-            Entry(
-                peer=f"ours, {kind}", mode=f"{mode}gamma {gamma}", dtype="bf16", draft=DraftConfig(gamma=gamma, **draft)
-            )
-            for gamma in GAMMAS
-        ]  # fmt: skip
+    def ours(kind: str, mode: str, **how: Any) -> list[Entry]:
+        drafts = [DraftConfig(gamma=gamma, **how) for gamma in GAMMAS]
+        return [Entry(peer=f"ours, {kind}", mode=f"{mode}gamma {one.gamma}", dtype="bf16", draft=one) for one in drafts]
 
     def llama(kind: str, modes: Mapping[str, tuple[str, ...]]) -> list[Entry]:
         return [
@@ -82,9 +78,6 @@ def entries() -> list[Entry]:
         *llama(", draft model", draft),
         *llama(", lookup", LLAMA_LOOKUPS),
     ]
-
-
-# ---- llama.cpp's server ----------------------------------------------------------------------------------------------
 
 
 def find_program(folder: Path) -> tuple[Path, str]:
@@ -148,7 +141,6 @@ class LlamaServer:
         return decoded(answer, n, time.perf_counter() - started)
 
     def close(self) -> None:
-        """End the process and free its memory."""
         self._process.kill()
         self._process.wait()
         self._log.close()
@@ -191,10 +183,7 @@ class LlamaServer:
 
 
 def decoded(answer: dict[str, Any], n: int, waited: float) -> Decoded:
-    """What a server's answer says of n tokens after the first; PeerFailed if that cannot be.
-
-    waited: seconds from the request to its answer, which hold what the server says it spent.
-    """
+    """What a server's answer after so many seconds says of n tokens behind the first; PeerFailed if that cannot be."""
     try:
         timings, tokens = answer["timings"], [int(token) for token in answer["tokens"]]
         told, seconds = int(timings["predicted_n"]), float(timings["predicted_ms"]) / 1e3
@@ -219,7 +208,6 @@ class Contest(Field):
         self.program, self.new_tokens, self.repeats = program, new_tokens, repeats
 
     def start(self, entry: Entry, context: int) -> Worker | LlamaServer:
-        """The peer, loaded, in a process of its own; PeerMissing or PeerFailed."""
         capacity = context + self.new_tokens + 1
         if entry.server:
             return LlamaServer(self.program, entry, self.setup, capacity)
@@ -228,13 +216,11 @@ class Contest(Field):
         return worker
 
     def heat(self, entry: Entry, prompt: list[int]) -> Decoded:
-        """The faster of two runs, after an untimed short one that prefills."""
         with contextlib.closing(self.start(entry, len(prompt))) as peer:
             peer.decode(prompt, min(SHORT, self.new_tokens))
             return min((peer.decode(prompt, self.new_tokens) for _ in range(HEATS)), key=lambda run: run.seconds)
 
     def turns(self, best: Sequence[Entry], prompt: list[int]) -> dict[Entry, list[Decoded]]:
-        """The runs of these modes, which take turns; one that fails is not in it."""
         where, runs = f"context {len(prompt)}", dict[Entry, list[Decoded]]()
         with contextlib.ExitStack() as started:
             peers = {}
@@ -252,22 +238,15 @@ class Contest(Field):
         return runs
 
     def cell(self, prompt: list[int]) -> dict[str, Any]:
-        """Heats and turns of one prompt [S] as plain data."""
         heats: dict[Entry, Decoded] = {}
         print(HEAT.head, flush=True)
         for entry in self.entries:
             if run := self.attempt(entry, f"context {len(prompt)}", self.heat, entry, prompt):
                 heats[entry] = run
                 print(HEAT.line(heat_row(entry, run)), flush=True)
-        best: dict[str, Entry] = {}
-        for entry in sorted(heats, key=lambda entry: -heats[entry].tokens_per_second):
-            best.setdefault(entry.peer, entry)
-        in_order = [entry for entry in heats if best[entry.peer] == entry]
-        runs = self.turns(in_order, prompt)
+        best = {entry.peer: entry for entry in sorted(heats, key=lambda entry: heats[entry].tokens_per_second)}
+        runs = self.turns([entry for entry in heats if best[entry.peer] == entry], prompt)
         return {"heats": [heat_row(*pair) for pair in heats.items()], "results": rows_of(runs)}
-
-
-# ---- the report ------------------------------------------------------------------------------------------------------
 
 
 def heat_row(entry: Entry, run: Decoded) -> dict[str, Any]:
@@ -280,29 +259,24 @@ def heat_row(entry: Entry, run: Decoded) -> dict[str, Any]:
 
 
 def rows_of(runs: dict[Entry, list[Decoded]]) -> list[dict[str, Any]]:
-    """The modes that took turns, each beside the plain decoding of its own engine and beside ours."""
     plain = {entry.peer: found for entry, found in runs.items() if entry.peer in ("ours", "llama.cpp")}
     rows = []
     for entry, found in runs.items():
         own, first = plain.get(entry.peer.split(",")[0]), found[0].tokens
         speeds = [run.tokens_per_second for run in found]
-        row = heat_row(entry, found[0]) | {
+        rows.append(heat_row(entry, found[0]) | {
             "tokens_per_second": spread(speeds), "over_its_plain": over(found, own),
             "over_our_plain": over(found, plain.get("ours")), "distinct_4grams": distinct_4grams([first]),
             "same_as_its_plain": n_agreeing(first, own[0].tokens) if own else None,
             "same_in_every_turn": all(run.tokens == first for run in found), "tokens": first,
-        }  # fmt: skip
-        rows.append(row)
+        })  # fmt: skip
     return rows
 
 
 def over(runs: Sequence[Decoded], others: Sequence[Decoded] | None) -> float | None:
     """How many times as fast as the others' run of the same turn, the median over the turns."""
-    if not others:
-        return None
-    return statistics.median(
-        run.tokens_per_second / other.tokens_per_second for run, other in zip(runs, others, strict=False)
-    )
+    pairs = zip(runs, others or (), strict=False)
+    return statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in pairs) if others else None
 
 
 DRAFTS = (
@@ -311,11 +285,9 @@ DRAFTS = (
 )  # fmt: skip
 PEER = Column("peer", lambda r: r["peer"], 22, left=True)
 HEAT = Table(
-    PEER,
-    Column("mode, alone", lambda r: r["mode"], 34, left=True),
-    number("tokens/s", "tokens_per_second", ".1f"),
+    PEER, Column("mode, alone", lambda r: r["mode"], 34, left=True), number("tokens/s", "tokens_per_second", ".1f"),
     *DRAFTS,
-)
+)  # fmt: skip
 TURNS = Table(
     PEER, Column("its best mode, in turns", lambda r: r["mode"], 34, left=True),
     number("tokens/s", "tokens_per_second.median", ".1f"), number("least", "tokens_per_second.min", ".1f", 6),

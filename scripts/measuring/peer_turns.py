@@ -32,17 +32,12 @@ INSTALL = {
 INSTALL["llama.cpp-file"] = INSTALL["llama.cpp"]
 
 
-# ------------------------------------------------------------------------------------------ prompt and ceiling
-
-
 def prompt_tokens(folder: Path, config: ModelConfig, text: Path, length: int) -> list[int]:
-    """BOS and the text's tokens, repeated or cut to length [S]."""
     tokenizer = prompts.reader_of(folder, folder, config)
     return prompts.round_the_text(prompts.tokens_of(text, tokenizer), 1, length, config.bos_id)[0]
 
 
 def read_bandwidth() -> float:
-    """GB/s at which torch reads 1 GiB."""
     return measure(torch.device("cpu"), n_bytes=2**30, size=64, dtype=torch.float32, repeats=10).read / 1e9
 
 
@@ -50,9 +45,6 @@ def weight_bytes(config: ModelConfig) -> int:
     """Bytes of 16-bit weights that a step reads; of an untied input embedding it reads B rows only."""
     unread = 0 if config.tie_embeddings else config.vocab_size * config.dim
     return 2 * (config.n_params - unread)
-
-
-# --------------------------------------------------------------------------------------------- the measurement
 
 
 @dataclass(kw_only=True)
@@ -66,7 +58,6 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """Milliseconds per step; half of the steps took less."""
         return statistics.median(self.milliseconds)
 
 
@@ -104,17 +95,14 @@ class Run(Field):
 
     @property
     def decoded(self) -> int:
-        """Tokens that each row emits in a cell: one out of prefill, one per step."""
         return 1 + WARMUP_STEPS + self.repeats * (1 + self.steps)
 
     def skip(self, peer: str, reason: str) -> None:
-        """The peer takes no part from here on; the report names it."""
         self.skipped[peer] = reason
         self.entries = [entry for entry in self.entries if entry.peer != peer]
         print(f"  skipped {peer}: {reason}. To install it: {INSTALL[peer]}", flush=True)
 
     def worker(self, entry: Entry) -> Worker:
-        """The entry's process, started when it is first asked for."""
         if entry not in self.workers:
             self.workers[entry] = Worker(entry, self.setup)
             self.notes[entry.peer] = self.workers[entry].notes
@@ -138,14 +126,12 @@ class Run(Field):
         try:
             with contextlib.closing(Worker(entry, self.setup)) as worker:
                 worker.call("reserve", 1, context + self.agree)
-                tokens, gaps = [worker.call("prefill", self.prompt[:context])[0]], [worker.call("top2_gap")]
-                for _ in range(self.agree - 1):
-                    tokens.append(worker.call("step")[0])
-                    gaps.append(worker.call("top2_gap"))
+                calls: list[tuple[Any, ...]] = [("prefill", self.prompt[:context]), *[("step",)] * (self.agree - 1)]
+                told = [(worker.call(*one)[0], worker.call("top2_gap")) for one in calls]
         except (PeerMissing, PeerFailed) as reason:
             print(f"  no fp32 reference at context {context}: {reason}")
             return None
-        return Reference(tokens=tokens, gaps=gaps)
+        return Reference(tokens=[token for token, _ in told], gaps=[gap for _, gap in told])
 
     def agreement_in_fp32(self, context: int, reference: Reference) -> dict[str, Any]:
         """Every peer in fp32 against the reference, two rows each, by label."""
@@ -193,12 +179,8 @@ class Run(Field):
         return list(timings.values())
 
     def close(self) -> None:
-        """No process is left."""
         for worker in self.workers.values():
             worker.close()
-
-
-# --------------------------------------------------------------------------------------------------- the report
 
 
 def cell_report(
@@ -225,7 +207,6 @@ def cell_report(
 
 
 def agreement_phrase(greedy: dict[str, Any] | None) -> str:
-    """One agreement as a table cell."""
     if greedy is None:
         return "-"
     phrase = f"{greedy['agreed']}/{greedy['compared']}"
@@ -235,12 +216,8 @@ def agreement_phrase(greedy: dict[str, Any] | None) -> str:
 
 
 CELL = Table(
-    Column(  # starred where it is the one that counts
-        "peer",
-        lambda r: f"{'*' if r['counts'] else ' '} {r['peer']}{' (' + r['mode'] + ')' if r['mode'] else ''}",
-        62,
-        left=True,
-    ),
+    Column("peer", lambda r: f"{'*' if r['counts'] else ' '} {r['peer']}{' (' + r['mode'] + ')' if r['mode'] else ''}",
+           62, left=True),
     number("ms/step", "ms_per_step.median", ".2f", 7), number("min", "ms_per_step.min", ".2f", 7),
     number("max", "ms_per_step.max", ".2f", 7), number("tok/s", "tokens_per_second", ".0f"),
     number("% roof", "percent_of_roofline", ".0f"), number("/ ours", "time_over_ours", ".2f"),
@@ -250,7 +227,6 @@ CELL = Table(
 
 
 def plot(cells: list[dict[str, Any]], title: str, file: Path) -> None:
-    """Save one panel per cell: milliseconds per step of each peer's fastest mode, and the roofline."""
     rows: dict[int, list[Any]] = {}
     for cell in cells:
         bars = {

@@ -17,13 +17,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.config import EngineConfig, SamplingParams
-from gpt_fast_sd.engine import Engine
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import ModelConfig
-from gpt_fast_sd.policies.config import DraftConfig
 from measuring.machine import version
 
 PREFILL_CHUNK = 512
@@ -59,7 +58,6 @@ class Decoded:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over the seconds of their rounds."""
         return len(self.tokens) / self.seconds
 
 
@@ -71,7 +69,6 @@ class Ours:
         self.notes = f"version {version('gpt_fast_sd') or 'of this checkout'}"
 
     def reserve(self, batch: int, capacity: int) -> None:
-        """A new engine of that shape, compiled."""
         self.events: Any = None
         self.engine: Any = None  # free the old cache first
         folder, dtype, draft = self.model
@@ -88,11 +85,9 @@ class Ours:
         return self.step()
 
     def step(self) -> list[int]:
-        """One round of plain decoding, which gives every slot an event -> [B]."""
         return [next(self.events).tokens[-1] for _ in range(self.engine.config.batch_size)]
 
     def decode(self, tokens: list[int], n: int) -> Decoded:
-        """n greedy tokens after the prompt [S], whose keys the slot keeps for the next call."""
         params = SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True)
         found = [token for event in self.engine.stream([tokens], params) for token in event.tokens]
         stats = self.engine.stats
@@ -108,9 +103,8 @@ class Transformers:
     def __init__(self, folder: Path, dtype: str, attention: str, *, compiled: bool) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=TORCH_DTYPES[dtype], attn_implementation=attention
-        )
+        how = {"dtype": TORCH_DTYPES[dtype], "attn_implementation": attention}
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, **how)
         self.compiled = compiled
         self.cache: Any = None
         self.notes = f"version {version('transformers')}"
@@ -143,16 +137,13 @@ class Transformers:
 
     @torch.no_grad()
     def step(self) -> list[int]:
-        """One forward of [B, 1] -> [B]."""
         return self._choose(self.decode(self.tokens, past_key_values=self.cache, use_cache=True).logits)
 
     def top2_gap(self) -> float:
-        """How far the latest token's logit is above the runner-up, in row 0."""
         best, second = self.logits[0].topk(2).values.tolist()
         return float(best - second)
 
     def _choose(self, logits: Tensor) -> list[int]:
-        """[B, 1, V] -> the greedy tokens [B], kept for the next step."""
         self.logits = logits[:, -1].float()
         self.tokens = logits.argmax(-1)  # [B, 1]
         return cast(list[int], self.tokens[:, 0].tolist())
@@ -164,9 +155,8 @@ class LlamaCpp:
     def __init__(self, gguf: Path, config: ModelConfig, kv: str, threads: int, *, flash: bool, repacked: bool) -> None:
         import gguf as gguf_format
         import llama_cpp
-        import numpy as np
 
-        self.api, self.np, self.config = llama_cpp, np, config
+        self.api, self.config = llama_cpp, config
         self.types: Any = gguf_format.GGMLQuantizationType  # numbered as ggml numbers them
         self.kv, self.threads, self.flash = kv, threads, flash
         self.log = ""
@@ -182,13 +172,10 @@ class LlamaCpp:
         self.context: Any = None
         self.prompt_batch: Any = None
         self.step_batch: Any = None
-        features = " ".join(re.findall(r"(\w+) = 1", llama_cpp.llama_print_system_info().decode()))
-        self.notes = (
-            f"version {version('llama-cpp-python')} of llama-cpp-python, one KV stream per sequence; {features}"
-        )
+        has = " ".join(re.findall(r"(\w+) = 1", llama_cpp.llama_print_system_info().decode()))
+        self.notes = f"version {version('llama-cpp-python')} of llama-cpp-python, one KV stream per sequence; {has}"
 
     def reserve(self, batch: int, capacity: int) -> None:
-        """A new context whose KV buffer holds batch separate rows."""
         api = self.api
         if self.context:
             api.llama_free(self.context)
@@ -235,7 +222,6 @@ class LlamaCpp:
         return self.tokens
 
     def step(self) -> list[int]:
-        """One llama_decode of B tokens, one per sequence -> [B]."""
         for row, token in enumerate(self.tokens):
             self.step_batch.token[row], self.step_batch.pos[row] = token, self.length
         self._decode(self.step_batch)
@@ -248,8 +234,7 @@ class LlamaCpp:
             raise RuntimeError(f"llama_decode returned {status}")
 
     def _choose(self, rows: int) -> list[int]:
-        """The greedy tokens of the latest batch's outputs [rows, V] -> [rows]."""
-        logits = self.np.ctypeslib.as_array(self.api.llama_get_logits(self.context), (rows, self.config.vocab_size))
+        logits = np.ctypeslib.as_array(self.api.llama_get_logits(self.context), (rows, self.config.vocab_size))
         return cast(list[int], logits.argmax(1).tolist())
 
     def _keep_log(self, level: int, text: bytes, user_data: Any) -> None:
@@ -258,15 +243,10 @@ class LlamaCpp:
 
     def _refuse_shared_rows(self, batch: int, capacity: int) -> None:
         """RuntimeError unless llama.cpp reports that it allocated keys and values for batch full rows."""
-        needed = batch * capacity * self.config.kv_bytes_per_token(4 if self.kv == "F32" else 2)
-        held = sum(float(size) for size in re.findall(r"KV buffer size = +([\d.]+) MiB", self.log)) * 2**20
+        needed = batch * capacity * self.config.kv_bytes_per_token(4 if self.kv == "F32" else 2) / 2**20  # MiB
+        held = sum(map(float, re.findall(r"KV buffer size = +([\d.]+) MiB", self.log)))
         if held < needed:
-            raise RuntimeError(
-                f"llama.cpp reports {held / 2**20:.0f} MiB of KV where {batch} separate rows need {needed / 2**20:.0f}"
-            )
-
-
-# ------------------------------------------------------------------------------------- one process for each peer
+            raise RuntimeError(f"llama.cpp reports {held:.0f} MiB of KV where {batch} separate rows need {needed:.0f}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +266,6 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """Peer and mode in one phrase."""
         return f"{self.peer} ({self.mode})" if self.mode else self.peer
 
 
@@ -320,7 +299,6 @@ class Setup:
 
 
 def build(entry: Entry, setup: Setup) -> Any:
-    """The peer an entry names, its model loaded."""
     if entry.peer.startswith("ours"):
         return Ours(setup.folder, entry.dtype, entry.draft)
     if entry.peer.startswith("llama.cpp"):
@@ -394,11 +372,9 @@ class Worker:
         return self._answer()
 
     def decode(self, tokens: list[int], n: int) -> Decoded:
-        """n greedy tokens after the prompt [S]."""
         return cast(Decoded, self.call("decode", tokens, n))
 
     def close(self) -> None:
-        """End the process and free its memory."""
         self._pipe.close()
         self._process.join(timeout=10)
         self._process.kill()
@@ -419,7 +395,6 @@ class Worker:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line of a report."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -439,6 +414,5 @@ class Field:
             return None
 
     def fail(self, entry: Entry, where: str, reason: Exception) -> None:
-        """Note a failure: this entry has no result there."""
         self.failures.append(f"{entry.label}, {where}: {reason}")
         print(f"  failed: {self.failures[-1]}", flush=True)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measuring.grid import draft_label
+from measuring.grid import Record, draft_label
 from measuring.points import shown_speedup
 
-Record = dict[str, Any]
 Draw = Callable[[Any], None]
 SPEED = "speed, times plain decoding"
 SUFFIXES = (".png", ".pdf", ".svg")
 COLORS = ("#9277dd", "#3d8fd6", "#22a385", "#d18a16", "#e0574f", "#a87850", "#cf62a8", "#7f9a2c")
-
-
-# ---- the style -------------------------------------------------------------------------------------------------------
 
 
 def check_drawable(flag: str, *files: Path | None) -> None:
@@ -33,25 +30,14 @@ def check_drawable(flag: str, *files: Path | None) -> None:
 
 
 def color(i: int) -> str:
-    """The i-th colour."""
     return COLORS[i % len(COLORS)]
 
 
 def draw_panels(
-    rows: Sequence[Sequence[Draw]],
-    path: Path,
-    *,
-    title: str = "",
-    xlabel: str = "",
-    ylabel: str = "",
-    size: tuple[float, float] = (4.2, 3.7),
-    share: str = "",
-    legend: bool = False,
-) -> None:
-    """Draw a grid of panels, size inches each. share: axes that all panels share, "x", "y" or "xy".
-
-    legend: one for all panels, below them.
-    """
+    rows: Sequence[Sequence[Draw]], path: Path, *, title: str = "", xlabel: str = "", ylabel: str = "",
+    size: tuple[float, float] = (4.2, 3.7), share: str = "", legend: bool = False,
+) -> None:  # fmt: skip
+    """Draw a grid of panels, size inches each. share: axes that all have in common, "x", "y" or "xy"."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -90,15 +76,11 @@ def over_log2(panel: Any, xs: Sequence[int], xlabel: str = "") -> None:
 
 
 def line(panel: Any, xs: Sequence[float], values: Sequence[Any], i: int, label: str) -> None:
-    """A line in the i-th colour through numbers or spreads, which have whiskers from the least to the greatest."""
     ys, reach = values, None
     if isinstance(values[0], dict):
         ys = [one["median"] for one in values]
         reach = [[abs(one[end] - one["median"]) for one in values] for end in ("min", "max")]
     panel.errorbar(xs, ys, yerr=reach, fmt="o-", color=color(i), label=label, capsize=2, markersize=4)
-
-
-# ---- over batch and context ------------------------------------------------------------------------------------------
 
 
 def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, folder: Path) -> list[Path]:
@@ -119,16 +101,13 @@ def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, 
          "milliseconds per token of one row", "tokens per second of all rows", "each point a batch; dashed: plain"),
     )  # fmt: skip
 
-    def panel_of(draft: str, draw_panel: Callable[[Any, str, list[Record]], None]) -> Draw:
-        def draw(panel: Any) -> None:
-            panel.set_title(draft, fontsize=10)
-            draw_panel(panel, draft, [r for r in points if draft_label(r) == draft])
-            panel.legend(fontsize=7, frameon=False)
-
-        return draw
+    def draw(panel: Any, draft: str, draw_panel: Callable[[Any, str, list[Record]], None]) -> None:
+        panel.set_title(draft, fontsize=10)
+        draw_panel(panel, draft, [r for r in points if draft_label(r) == draft])
+        panel.legend(fontsize=7, frameon=False)
 
     for name, draw_panel, xlabel, ylabel, how in pictures:
-        panels = [panel_of(draft, draw_panel) for draft in drafts]
+        panels = [partial(draw, draft=draft, draw_panel=draw_panel) for draft in drafts]
         draw_panels(
             [panels[i : i + 2] for i in range(0, len(panels), 2)], folder / name, title=f"{title}\n{how}",
             xlabel=xlabel, ylabel=ylabel, size=(5, 3.8), share="xy",
@@ -148,7 +127,6 @@ def draw_speedup(panel: Any, ours: Sequence[Record], over: str, by: str) -> None
 
 
 def draw_contexts(panel: Any, draft: str, ours: Sequence[Record], lengths: Sequence[Record]) -> None:
-    """Speed-up over context, with the critical length of the draft."""
     draw_speedup(panel, ours, "context", "batch")
     found = next((r for r in lengths if r["draft"] == draft and r["kind"] == "critical length"), None)
     text = f"critical length: {found['phrase']} tokens" if found else "critical length: needs two batches"
@@ -158,7 +136,6 @@ def draw_contexts(panel: Any, draft: str, ours: Sequence[Record], lengths: Seque
 
 
 def draw_latency(panel: Any, ours: Sequence[Record]) -> None:
-    """Tokens per second of all rows over the milliseconds that a row waits for a token, plain dashed."""
     for i, context in enumerate(sorted({r["context"] for r in ours})):
         row = sorted((r for r in ours if r["context"] == context), key=lambda r: r["batch"])
         for name, style in (("plain", "s--"), ("speculative", "o-")):
@@ -178,22 +155,11 @@ def draw_latency(panel: Any, ours: Sequence[Record]) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-# ---- over the budget -------------------------------------------------------------------------------------------------
-
-
 def over_budget(
-    title: str,
-    results: Sequence[Record],
-    value: Callable[[Record], Any],
-    policies: Sequence[str],
-    *,
-    level: float | None = None,
-    percent: bool = False,
-) -> Draw:
-    """A panel over the budget, one colour per policy; those without a budget are horizontal.
-
-    value: a number or a spread of a result. level: a line to compare with. percent: values are shares.
-    """
+    title: str, results: Sequence[Record], value: Callable[[Record], Any], policies: Sequence[str], *,
+    level: float | None = None, percent: bool = False,
+) -> Draw:  # fmt: skip
+    """A panel over the budget, a colour a policy, of numbers or spreads; those without a budget are horizontal."""
 
     def draw(panel: Any) -> None:
         budgets = sorted({r["budget"] for r in results if r["budget"]}) or [1]
@@ -245,39 +211,27 @@ def draw_acceptance(documents: Sequence[Record], title: str, path: Path) -> None
     draw_panels([*rows.values()], path, title=title, legend=True)
 
 
-# ---- bars ------------------------------------------------------------------------------------------------------------
-
-
 def draw_bars(
-    cells: Sequence[Sequence[tuple[str, Mapping[str, tuple[float, str]], float]]],
-    path: Path,
-    *,
-    title: str,
-    xlabel: str,
-    first: str,
-) -> None:
-    """A grid of panels, each (name, label -> (length, text) of a bar, the place of a dashed line).
-
-    All panels have a place for every label. first: the label drawn in another colour.
-    """
+    cells: Sequence[Sequence[tuple[str, Mapping[str, tuple[float, str]], float]]], path: Path, *, title: str,
+    xlabel: str, first: str = "",
+) -> None:  # fmt: skip
+    """A grid of panels: (name, label -> (length, text), a dashed line's place); first: a label of its own colour."""
     labels = [*dict.fromkeys(label for row in cells for _, bars, _ in row for label in bars)]
 
-    def panel_of(name: str, bars: Mapping[str, tuple[float, str]], line: float) -> Draw:
-        def draw(panel: Any) -> None:
-            for i, label in enumerate(labels):
-                length, text = bars.get(label, (0.0, " no result"))
-                panel.barh(i, length, height=0.7, color=color(3) if label == first else color(1))
-                panel.text(length, i, text, va="center", fontsize=8, bbox={"color": "white", "pad": 0})
-            panel.axvline(line, color="black", linestyle="--", linewidth=1)  # texts are drawn over lines
-            panel.set_xlim(0, 1.5 * max(line, *(length for length, _ in bars.values()), 0.0))
-            panel.set_title(name, fontsize=10)
-            panel.set_yticks(range(len(labels)), labels)
-            panel.set_ylim(len(labels) - 0.5, -0.5)
-
-        return draw
+    def draw(panel: Any, cell: tuple[str, Mapping[str, tuple[float, str]], float]) -> None:
+        name, bars, line = cell
+        for i, label in enumerate(labels):
+            length, text = bars.get(label, (0.0, " no result"))
+            panel.barh(i, length, height=0.7, color=color(3) if label == first else color(1))
+            panel.text(length, i, text, va="center", fontsize=8, bbox={"color": "white", "pad": 0})
+        panel.axvline(line, color="black", linestyle="--", linewidth=1)  # texts are drawn over lines
+        panel.set_xlim(0, 1.5 * max(line, *(length for length, _ in bars.values()), 0.0))
+        panel.set_title(name, fontsize=10)
+        panel.set_yticks(range(len(labels)), labels)
+        panel.set_ylim(len(labels) - 0.5, -0.5)
 
     draw_panels(
-        [[panel_of(*cell) for cell in row] for row in cells], path, title=title, xlabel=xlabel, share="y",
+        [[partial(draw, cell=cell) for cell in row] for row in cells], path, title=title, xlabel=xlabel, share="y",
         size=(4.2, 0.7 + 0.4 * len(labels)),
     )  # fmt: skip
 
@@ -292,5 +246,5 @@ def draw_precisions(points: Sequence[Record], title: str, path: Path) -> list[Pa
             speeds[f"{one['precision']}, drafts"] = one["speedup"]["unquantized"]
         bars = {label: (found["median"], f" {found['median']:.2f}x") for label, found in speeds.items()}
         cells.append([(f"{r['batch']} x {r['context']:,}, {draft_label(r)}", bars, 1.0)])
-    draw_bars(cells, path, title=title, xlabel="speed, times plain decoding with nothing quantized", first="")
+    draw_bars(cells, path, title=title, xlabel="speed, times plain decoding with nothing quantized")
     return [path]

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import linear_regression
-from typing import Any
 
-import torch
-
-from gpt_fast_sd.engine import Engine
-from gpt_fast_sd.policies.config import DraftConfig
+from gpt_fast_sd import DraftConfig, Engine
 from gpt_fast_sd.serving.stats import EngineStats
 from gpt_fast_sd.tp import collectives_per_step
 from measuring import machine
-from measuring.chips import Chip, rates_here
 from measuring.forecast import System
-from measuring.grid import Point, Setting, draft_label
+from measuring.grid import Point, Record, Setting, draft_label
 from measuring.tables import Column, Table, number, shown
 from measuring.turns import WAYS, Turns, median_interval, spread, totals, way_of
-
-Record = dict[str, Any]
-
-
-# ---- the figures -----------------------------------------------------------------------------------------------------
-
-
-def rates_of(device: torch.device, dtype: torch.dtype) -> Chip:
-    """The machine's rates, measured."""
-    return rates_here(device, dtype).chip(machine.environment(device)["device"], memory=float("inf"))
 
 
 def predict(point: Point, system: System, draft: DraftConfig, stats: EngineStats) -> Record:
@@ -47,15 +31,10 @@ def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft:
     predicted = predict(point, system, draft, counts)
     plain, speculative = (way_of(runs, point.batch) for runs in (turns.plain, turns.speculative))
     return {
-        "status": "measured",
-        "dtype": engine.dtype_name,
-        "kv_dtype": engine.config.kv_dtype or engine.dtype_name,
+        "status": "measured", "dtype": engine.dtype_name, "kv_dtype": engine.config.kv_dtype or engine.dtype_name,
         "speedup": {name: spread(found) if found else None for name, found in ratios.items()},
-        "ratios": ratios,
-        "ratio_interval": median_interval(ratios["completion"]),
-        "plain": plain,
-        "speculative": speculative,
-        "predicted": predicted | {"by_steps": turns.by_steps},
+        "ratios": ratios, "ratio_interval": median_interval(ratios["completion"]),
+        "plain": plain, "speculative": speculative, "predicted": predicted | {"by_steps": turns.by_steps},
         "percent_of_roofline": {
             "plain": 100 * predicted["plain_ms"] / plain["round_ms"]["round"],
             "round": 100 * predicted["round_ms"] / speculative["round_ms"]["round"],
@@ -85,7 +64,6 @@ def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft:
 
 
 def more(r: Record) -> str:
-    """Further results of a point, in one line."""
     kv, memory, prefill = (r[way]["kv_bytes_per_token"] for way in WAYS), r["memory"], r["prefill"]
     by_position = " ".join(f"{share:.0%}" for share in r["acceptance_by_position"])
     return (
@@ -98,34 +76,18 @@ def more(r: Record) -> str:
     )
 
 
-# ---- the lengths -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """The context beyond which something is above a level; of_measured says which of the three cases it is."""
-
-    context: float | None
-    of_measured: str  # "below": above at all of them; "between"; "none": not above at the longest
-
-    def phrase(self, contexts: Sequence[int]) -> str:
-        """The crossing in words."""
-        if self.of_measured == "below":
-            return f"below {min(contexts):,}"
-        return f"{self.context:,.0f}" if self.context is not None else f"none up to {max(contexts):,}"
-
-
-def crossing(contexts: Sequence[int], values: Sequence[float], level: float) -> Crossing:
+def crossing(contexts: Sequence[int], values: Sequence[float], level: float) -> Record:
     """The context beyond which values stay above the level, interpolated over its log2; contexts are ascending."""
     under = [i for i, value in enumerate(values) if value <= level]
     if not under:
-        return Crossing(None, "below")
+        return {"context": None, "of_measured": "below", "phrase": f"below {min(contexts):,}"}
     last = under[-1]
     if last == len(values) - 1:
-        return Crossing(None, "none")
+        return {"context": None, "of_measured": "none", "phrase": f"none up to {max(contexts):,}"}
     share = (level - values[last]) / (values[last + 1] - values[last])
     low, high = math.log2(contexts[last]), math.log2(contexts[last + 1])
-    return Crossing(2 ** (low + share * (high - low)), "between")
+    at = 2 ** (low + share * (high - low))
+    return {"context": at, "of_measured": "between", "phrase": f"{at:,.0f}"}
 
 
 def shown_speedup(record: Record) -> Record:
@@ -144,7 +106,7 @@ def lengths_of(points: Sequence[Record]) -> list[Record]:
         for batch in batches:
             there = [c for c in contexts if (batch, c) in table]
             at = crossing(there, [table[batch, c] for c in there], 1.0)
-            found.append(_record("break-even", draft, batch, at, there))
+            found.append({"kind": "break-even", "draft": draft, "batch": batch, **at, "contexts": there})
         by_context = {c: [b for b in batches if (b, c) in table] for c in contexts}
         there = [c for c in contexts if len(by_context[c]) > 1]
         if there:
@@ -152,20 +114,12 @@ def lengths_of(points: Sequence[Record]) -> list[Record]:
                 linear_regression([math.log2(b) for b in by_context[c]], [table[b, c] for b in by_context[c]]).slope
                 for c in there
             ]
-            at = crossing(there, slopes, 0.0)
-            found.append(_record("critical length", draft, None, at, there) | {"slopes": slopes})
+            what = {"kind": "critical length", "draft": draft, "batch": None, **crossing(there, slopes, 0.0)}
+            found.append(what | {"contexts": there, "slopes": slopes})
     return found
 
 
-def _record(kind: str, draft: str, batch: int | None, at: Crossing, contexts: Sequence[int]) -> Record:
-    return {
-        "kind": kind, "draft": draft, "batch": batch, "context": at.context, "of_measured": at.of_measured,
-        "phrase": at.phrase(contexts), "contexts": list(contexts),
-    }  # fmt: skip
-
-
 def lines_of(lengths: Sequence[Record]) -> list[str]:
-    """Break-even and critical lengths, one line per draft."""
     lines = []
     for draft in dict.fromkeys(r["draft"] for r in lengths):
         ours = [r for r in lengths if r["draft"] == draft]
@@ -175,17 +129,12 @@ def lines_of(lengths: Sequence[Record]) -> list[str]:
     return lines
 
 
-# ---- the tables ------------------------------------------------------------------------------------------------------
-
-
 def speed_of(record: Record) -> float | None:
-    """Tokens per second while all rows are live or, if runs were too short for that, to completion."""
     found: float | None = record["tokens_per_second"]["steady"] or record["tokens_per_second"]["completion"]
     return found
 
 
 def round_text(ms: Record) -> str:
-    """Milliseconds of a round and of its parts."""
     parts = [] if ms["verify"] is None else [" + ".join(f"{ms[part]:.2f}" for part in ("draft", "verify", "host"))]
     return " = ".join([f"{ms['round']:.2f}", *parts])
 
@@ -197,18 +146,14 @@ def distinct_text(record: Record) -> str:
 
 
 def ends_text(found: Record) -> str:
-    """The least and the greatest of the pairs."""
     return f"({found['min']:.2f} to {found['max']:.2f})"
 
 
 def ratio_text(found: Record) -> str:
-    """The median of the pairs, and these."""
     return f"{found['median']:.2f}x {ends_text(found)}"
 
 
-POINT = (
-    number("context", "context", ","), number("batch", "batch"), Column("draft", draft_label, 34, left=True),
-)  # fmt: skip
+POINT = (number("context", "context", ","), number("batch", "batch"), Column("draft", draft_label, 34, left=True))
 PLAIN = Column("plain/s", lambda r: shown(speed_of(r["plain"]), ",.0f"))
 SPECULATIVE = Column("spec./s", lambda r: shown(speed_of(r["speculative"]), ",.0f"))
 ACCEPTED, YIELD = number("accept", "acceptance_rate", ".1%"), number("tok/round", "speculative.tokens_per_round", ".2f")

@@ -44,17 +44,13 @@ def tokens_of(path: Path, tokenizer: Tokenizer) -> list[int]:
 
 
 def texts_of(paths: Sequence[Path], tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """The tokens of several files by their names; ValueError if two have one name; see tokens_of."""
     if len({path.name for path in paths}) < len(paths):
         raise ValueError("two texts have one name: give each once, by a name of its own")
     return {path.name: tokens_of(path, tokenizer) for path in paths}
 
 
 def stretches(texts: Mapping[str, Sequence[int]], n: int, length: int, bos: int | None) -> list[list[int]]:
-    """n prompts of length tokens, BOS first, each its own stretch, taken from the texts in turn.
-
-    ValueError if a text has too few tokens for its share.
-    """
+    """n prompts of length tokens, BOS first, each a stretch of the texts in turn; ValueError if one is too short."""
     body = length - (bos is not None)
     cuts = []
     for i, (name, ids) in enumerate(texts.items()):
@@ -97,7 +93,6 @@ def remark_on(n_ids: int, n: int, length: int, bos: int | None) -> str | None:
 
 
 def random_text(n: int, vocab_size: int, seed: int) -> list[int]:
-    """n random token ids, deterministic in the seed."""
     return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 

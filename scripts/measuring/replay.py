@@ -57,7 +57,6 @@ class Profile:
 
 
 def _line(first: float, last: float) -> tuple[float, ...]:
-    """Seven chances from the first to the last."""
     return tuple(first + (last - first) * i / 6 for i in range(7))
 
 

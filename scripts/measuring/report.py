@@ -54,23 +54,16 @@ class Way:
 
     @property
     def speed(self) -> float:
-        """Tokens/s of the run that represents all."""
         return self.stats.decode_tokens_per_second
 
     def as_dict(self) -> Json:
-        """The figures that the page compares, JSON-ready."""
         stats, rounds = self.stats, max(1, self.stats.rounds)
         return {
-            "speed": self.speed,
-            "speeds": list(self.speeds),
-            "tokens": stats.decode_tokens,
-            "rounds": stats.rounds,
-            "per_round": stats.tokens_per_round,
-            "seconds": stats.decode_seconds,
-            "ms_a_round": 1e3 * stats.decode_seconds / rounds,
-            "kv_mb": stats.kv_bytes_per_token / 1e6,
+            "speed": self.speed, "speeds": list(self.speeds), "tokens": stats.decode_tokens, "rounds": stats.rounds,
+            "per_round": stats.tokens_per_round, "seconds": stats.decode_seconds,
+            "ms_a_round": 1e3 * stats.decode_seconds / rounds, "kv_mb": stats.kv_bytes_per_token / 1e6,
             "parts": [stats.draft_seconds, stats.verify_seconds, stats.host_seconds],
-        }
+        }  # fmt: skip
 
 
 @dataclass
@@ -101,7 +94,6 @@ class _Views:
         self.seen += 1
 
     def as_dict(self, n_written: int, allowed: int) -> Json | None:
-        """JSON-ready, for a text that reached n_written positions, in about this many bytes."""
         if not self.total.any():  # a policy that reads no keys, or nothing drafted
             return None
         used = int(np.searchsorted(self.edges, n_written))  # stretches that are not empty
@@ -134,12 +126,9 @@ class Recorder:
     """Takes the rounds of one run, see Engine.on_round; it holds no tensor, and no more views than a page can show."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
+        self, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams],
         proposers: Sequence[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The prompts and parameters of the run, in the order in which its events number them; who may draft."""
         self.tokenizer, self.sources = tokenizer, ["target", *proposers]
         self.n_requests, self.n_rounds = len(prompts), 0
@@ -153,7 +142,6 @@ class Recorder:
         }
 
     def __call__(self, event: RoundEvent) -> None:
-        """Take a round."""
         number = self.n_rounds
         self.n_rounds += 1
         self.whole = self.whole or not event.verify_seconds
@@ -195,7 +183,6 @@ class Recorder:
         return self.tokenizer.decode(list(prompt[-80:]))[-ENDING:].lstrip("\ufffd")
 
     def as_dict(self, names: Sequence[int]) -> Json:
-        """JSON-ready, as much as a page may hold; names: the name of each request."""
         requests, left, views_left = [], TEXT_BYTES, VIEW_BYTES
         cut = 0
         for behind, (index, text) in zip(range(len(self.texts), 0, -1), self.texts.items(), strict=True):
@@ -210,13 +197,11 @@ class Recorder:
             cut += len(shown) < len(text.rounds)
             views = text.views.as_dict(text.n_prompt + text.n_tokens, views_left // behind)
             views_left -= len(in_script(views)) if views else 0
-            requests.append(
-                {
-                    "name": names[index], "prompt": text.n_prompt, "ending": text.ending, "finish": text.finish,
-                    "tokens": text.n_tokens, "rounds": shown, "n_rounds": len(text.rounds), "drafted": text.drafted,
-                    "accepted": text.accepted, "views": views,
-                }
-            )  # fmt: skip
+            requests.append({
+                "name": names[index], "prompt": text.n_prompt, "ending": text.ending, "finish": text.finish,
+                "tokens": text.n_tokens, "rounds": shown, "n_rounds": len(text.rounds), "drafted": text.drafted,
+                "accepted": text.accepted, "views": views,
+            })  # fmt: skip
         return {
             "sources": self.sources, "requests": requests, "rounds": self.rounds, "n_rounds": self.n_rounds,
             "whole": self.whole, "positions": [self.accepted, self.drafted], "left_out": self._left_out(requests, cut),
@@ -224,21 +209,17 @@ class Recorder:
 
     def _left_out(self, requests: Sequence[Json], cut: int) -> list[str]:
         """Sentences on what is not on the page."""
-        said = []
-        if self.n_requests > len(requests):
-            said.append(f"Texts: the first {len(requests):,} of {self.n_requests:,} requests are shown.")
-        if cut:
-            said.append(f"Texts: {cut:,} of them are cut off, so that the page stays small; each says where.")
-        if self.n_rounds > len(self.rounds):
-            said.append(f"Rounds: the first {len(self.rounds):,} of {self.n_rounds:,} are drawn; the bars count all.")
-        if any(one["views"] and one["views"]["every"] > 1 for one in requests):
-            said.append("Reading: not every round has a line of its own; the sums are of all rounds.")
-        if self.whole and self.n_rounds:
-            said.append(
-                "Each round was one CUDA graph: how long its parts took and what its draft read was not recorded "
-                "(--cuda-graphs off records both)."
-            )
-        return said
+        texts, n, rounds, of = len(requests), self.n_requests, len(self.rounds), self.n_rounds
+        thinned = any(one["views"] and one["views"]["every"] > 1 for one in requests)
+        said = {
+            f"Texts: the first {texts:,} of {n:,} requests are shown.": n > texts,
+            f"Texts: {cut:,} of them are cut off, so that the page stays small; each says where.": cut,
+            f"Rounds: the first {rounds:,} of {of:,} are drawn; the bars count all.": of > rounds,
+            "Reading: not every round has a line of its own; the sums are of all rounds.": thinned,
+            "Each round was one CUDA graph: how long its parts took and what its draft read was not recorded "
+            "(--cuda-graphs off records both).": self.whole and of,
+        }
+        return [sentence for sentence, is_so in said.items() if is_so]
 
 
 def digits(shares: np.ndarray[Any, np.dtype[np.float64]]) -> str:
@@ -254,15 +235,9 @@ def in_script(value: object) -> str:
 
 
 def page(
-    recorder: Recorder,
-    title: str,
-    *,
-    ways: Mapping[str, Way],
-    facts: Sequence[tuple[str, str]] = (),
-    names: Sequence[int] | None = None,
-    verdict: Sequence[str] = (),
-    left_out: Sequence[str] = (),
-) -> str:
+    recorder: Recorder, title: str, *, ways: Mapping[str, Way], facts: Sequence[tuple[str, str]] = (),
+    names: Sequence[int] | None = None, verdict: Sequence[str] = (), left_out: Sequence[str] = (),
+) -> str:  # fmt: skip
     """The HTML document of a run.
 
     ways: "plain" and "speculative", those that ran. facts: other facts about the run, name and text. names: the name of

@@ -105,21 +105,11 @@ class StepCost:
     linear_flops: float
     attention_flops: float
 
-    @property
-    def bytes(self) -> float:
-        """Everything that has to be read."""
-        return self.weight_bytes + self.kv_bytes
-
 
 def linear_params(config: ModelConfig) -> int:
     """P, the parameters that every step multiplies by: the matrices of the layers and the output's."""
     attention = 2 * config.dim * config.head_dim * (config.n_heads + config.n_kv_heads)
-    return config.n_layers * (attention + 3 * config.dim * config.ffn_dim) + head_params(config)
-
-
-def head_params(config: ModelConfig) -> int:
-    """The output's share of P."""
-    return config.vocab_size * config.dim
+    return config.n_layers * (attention + 3 * config.dim * config.ffn_dim) + config.vocab_size * config.dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +131,6 @@ class Conditions:
 
     @property
     def of_head(self) -> float:
-        """Bytes of one weight of the output."""
         return self.weight_bytes if self.head_bytes is None else self.head_bytes
 
 
@@ -150,7 +139,7 @@ AS_IT_IS = Conditions()
 
 def step_cost(config: ModelConfig, batch: int, n_tokens: int, context: float, under: Conditions = AS_IT_IS) -> StepCost:
     """The cost of feeding n_tokens to each of batch rows that attend to `context` entries each."""
-    params, head, positions = linear_params(config), head_params(config), context * batch
+    params, head, positions = linear_params(config), config.vocab_size * config.dim, context * batch
     heads = config.n_layers * config.head_dim  # a factor of both sums over heads
     n_kv_heads = max(1.0, config.n_kv_heads / under.tp)  # per rank: with fewer of them than ranks some hold the same
     return StepCost(
@@ -185,10 +174,7 @@ def collective_seconds(config: ModelConfig, n_tokens: int, under: Conditions) ->
 
 
 def _seconds(cost: StepCost, chip: Chip, under: Conditions, handed_on: float = 0.0) -> tuple[float, float]:
-    """Seconds of the linear layers and of attention: in each, the longer of reading and arithmetic counts.
-
-    handed_on: bytes that attention moves besides keys and values.
-    """
+    """Seconds of linear layers and of attention, which also moves what is handed on: the longer of bytes and sums."""
     e = under.efficiency
     rate = chip.bandwidth * e.linear_bandwidth * e.narrow.get(str(under.precision), 1.0)
     linear = max(cost.weight_bytes / rate, cost.linear_flops / (chip.peak * e.linear_peak))

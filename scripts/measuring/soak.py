@@ -20,10 +20,8 @@ from typing import Any, cast
 
 import torch
 
-from gpt_fast_sd.config import SamplingParams
-from gpt_fast_sd.engine import Engine
+from gpt_fast_sd import DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.model import CausalSelf
-from gpt_fast_sd.policies.config import DraftConfig
 from gpt_fast_sd.policies.registry import fields_used
 from measuring import lossless
 from measuring.grid import Setting
@@ -41,11 +39,9 @@ PAIRS = 8  # of rests with one policy that growth is told of
 FARTHER = 6.0
 MOST_GROWTH = 4 * 2**20  # bytes per change of policy: torch keeps a mark at every weight of each step it has compiled
 KINDS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.7},
-    {"temperature": 1.0, "top_k": 20},
-    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}, {"temperature": 0.9, "top_p": 0.8},
     {"temperature": 1.2, "min_p": 0.1},
-)
+)  # fmt: skip
 
 Request = tuple[tuple[int, ...], SamplingParams]
 
@@ -78,7 +74,6 @@ class Soaked:
 
     @property
     def recompiles(self) -> int:
-        """Graphs compiled while rows were decoded: there should be none."""
         return sum(rest.recompiles for rest in self.rests)
 
     def growth(self, what: str = "resident") -> float | None:
@@ -100,7 +95,6 @@ class Soaked:
 
 
 def finding(found: Soaked) -> Finding:
-    """What a soak says of an engine."""
     growth = {what: found.growth(what) for what in ("resident", "allocated")}
     text = (
         f"{found.requests:,} requests over {len(found.rests):,} changes of policy: {found.greedy:,} greedy outputs "
@@ -119,7 +113,6 @@ def finding(found: Soaked) -> Finding:
 
 
 def name_of(draft: DraftConfig) -> str:
-    """Who drafts, in words."""
     reads = "budget" in fields_used(draft.policy)
     parts = [Setting(policy=draft.policy, budget=draft.budget if reads else None).label, f"gamma {draft.gamma}"]
     parts += [f"{name} {value}" for name in ("quantize", "kv_bits") if (value := getattr(draft, name)) is not None]
@@ -128,10 +121,7 @@ def name_of(draft: DraftConfig) -> str:
 
 @dataclass(kw_only=True)
 class Soak:
-    """A soak of one engine: what it is asked, what was answered before, and what was found.
-
-    texts: tokens that prompts of up to longest tokens are cut from. calls: of a draft before it changes.
-    """
+    """A soak of one engine: what it is asked, was answered before, and what was found; calls: of a draft."""
 
     engine: Engine
     texts: Sequence[Sequence[int]]
@@ -224,10 +214,7 @@ def soak(
     longest: int = 400, most_tokens: int = 48, calls: int = 3,
     progress: Callable[[Soaked], object] = lambda so_far: None,
 ) -> Soaked:  # fmt: skip
-    """Let an engine work for so many seconds, at least once through all drafts; what was wrong is told, not raised.
-
-    No draft may need a draft model; see Soak. progress is called after each change.
-    """
+    """Let an engine work for so many seconds, at least once through all drafts, none of which needs a draft model."""
     rng, began = random.Random(seed), time.perf_counter()
     one = Soak(engine=engine, texts=texts, longest=longest, most_tokens=most_tokens, calls=calls, rng=rng)
     while (at := len(one.found.rests)) < len(drafts) or time.perf_counter() - began < seconds:
@@ -237,10 +224,7 @@ def soak(
 
 
 def _ties(engine: Engine, draft: DraftConfig, prompt: Sequence[int], output: Sequence[int], found: Soaked) -> int:
-    """How many greedy tokens are not the best of a forward over the whole text; those too far from it are told.
-
-    Of many tokens a few are farther than what rounding usually decides: see _rounded_away.
-    """
+    """How many greedy tokens are not the best of a forward over the whole text; those too far from it are told."""
     logits = _logits(engine, [*prompt, *output], len(output))
     chosen = torch.tensor(output, device=logits.device)
     gaps = logits.max(1).values - logits.gather(1, chosen[:, None])[:, 0]

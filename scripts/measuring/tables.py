@@ -21,10 +21,6 @@ class Column:
     width: int = 0
     left: bool = False
 
-    def cell(self, text: str, width: int) -> str:
-        """The text, padded."""
-        return f"{text:<{width}}" if self.left else f"{text:>{width}}"
-
 
 def number(heading: str, key: str, how: str = "", width: int = 0, unit: str = "") -> Column:
     """A column of a figure in this format, of a nested one as in "plain.round_ms"; a dash where there is none."""
@@ -45,25 +41,22 @@ class Table:
 
     @property
     def head(self) -> str:
-        """The headings on a line."""
         return self._line([column.heading for column in self.columns])
 
     def line(self, row: Any) -> str:
-        """A row on a line under the head."""
         return self._line([column.show(row) for column in self.columns])
 
     def lines(self, rows: Iterable[Any]) -> list[str]:
-        """The head and all rows."""
         return [self.head, *map(self.line, rows)]
 
     def markdown(self, rows: Iterable[Any]) -> list[str]:
-        """The lines of a table in Markdown."""
         head = [column.heading for column in self.columns]
         return [_bars(head), _bars(["---"] * len(head)), *(_bars([c.show(row) for c in self.columns]) for row in rows)]
 
     def _line(self, texts: list[str]) -> str:
         pairs = zip(self.columns, texts, strict=True)
-        return "  ".join(c.cell(text, max(c.width, len(c.heading))) for c, text in pairs).rstrip()
+        padded = (f"{text:{'<' if c.left else '>'}{max(c.width, len(c.heading))}}" for c, text in pairs)
+        return "  ".join(padded).rstrip()
 
 
 def _bars(texts: Iterable[str]) -> str:

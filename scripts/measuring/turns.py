@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from gpt_fast_sd.config import SamplingParams
-from gpt_fast_sd.engine import Engine
+from gpt_fast_sd import Engine, SamplingParams
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring.lossless import first_difference
 from measuring.roofline import omega
@@ -22,15 +21,9 @@ Way = TypeVar("Way")
 Record = dict[str, Any]
 
 
-# ---- one run ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Mark:
-    """When an event of a stream came, whose it was, how many tokens it brought, and whether they were its last.
-
-    Seconds that captures took do not count.
-    """
+    """An event of a stream: when it came (captures not counted), whose it was, its tokens, whether it was the last."""
 
     seconds: float
     row: int
@@ -66,21 +59,15 @@ class Run:
 
     @property
     def completion(self) -> float:
-        """Tokens per second to the end of the slowest row."""
         return self.stats.decode_tokens_per_second
 
 
 def run(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    *,
-    speculate: bool = True,
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, speculate: bool = True,
     finished: Callable[[int], object] = lambda index: None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Decode all prompts; finished is called with the index of each that ends."""
     marks, outputs = [], [[0]] * len(prompts)
-
     for event in engine.stream(prompts, params, speculate=speculate):
         now = time.perf_counter() - engine.stats.capture_seconds
         marks.append(Mark(now, event.index, len(event.tokens), event.completion is not None))
@@ -88,9 +75,6 @@ def run(
             outputs[event.index] = event.completion.tokens
             finished(event.index)
     return Run(engine.stats, steady_speed(marks), outputs)
-
-
-# ---- pairs of runs ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -109,7 +93,6 @@ class Turns:
 
     @property
     def counts(self) -> EngineStats:
-        """The summed statistics of all speculative runs; with a fixed gamma all count the same."""
         return totals(self.speculative)
 
     @property
@@ -118,8 +101,7 @@ class Turns:
         found: dict[int, int] = {}
         for plain, speculative in zip(self.plain, self.speculative, strict=True):
             for row, outputs in enumerate(zip(plain.outputs, speculative.outputs, strict=True)):
-                at = first_difference(*outputs)
-                if at is not None:
+                if (at := first_difference(*outputs)) is not None:
                     found[row] = min(at, found.get(row, at))
         return [{"row": row, "position": found[row]} for row in sorted(found)]
 
@@ -135,15 +117,11 @@ class Turns:
 
     @property
     def rounds_by_gamma(self) -> Record:
-        """How many speculative rounds drafted each gamma, JSON-ready."""
         return {str(gamma): n for gamma, n in sorted(self.counts.rounds_by_gamma.items())}
 
     @property
     def by_steps(self) -> float | None:
-        """The ratio Omega T_T / (gamma T_D + T_V) of the measured steps; None if rounds were not timed by part.
-
-        It ignores the host, and rows that end before the last one.
-        """
+        """The ratio Omega T_T / (gamma T_D + T_V) of measured steps, hosts ignored; None if parts were not timed."""
         alpha, found = alpha_of(self.counts), []
         for plain, speculative in zip(self.plain, self.speculative, strict=True):
             spent = speculative.stats.draft_seconds + speculative.stats.verify_seconds
@@ -166,7 +144,6 @@ def in_turns(ways: Sequence[Way], once: Callable[[Way, int], T], more: Callable[
 
 
 def shortened(params: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """Of untimed runs."""
     return [replace(p, max_tokens=min(SHORT, p.max_tokens)) for p in params]
 
 
@@ -174,21 +151,17 @@ def take_turns(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], n: int, *,
     seconds: float = 0.0, progress: Callable[[str], object] = lambda what: None,
 ) -> Turns:  # fmt: skip
-    """n pairs of runs after an untimed short one of each kind; the order alternates.
-
-    More pairs until they took this many seconds: other work on the machine disturbs short runs.
-    """
+    """n pairs of runs, or as many as take this long, after an untimed short one of each kind; the order alternates."""
     progress("prefill")
     prefill, plain = (run(engine, prompts, shortened(params), speculate=way).stats for way in (True, False))
-    took = 0.0
+    done = list[Run]()
 
     def once(speculate: bool, turn: int) -> Run:
-        nonlocal took
-        done = run(engine, prompts, params, speculate=speculate)
-        took += done.stats.decode_seconds
-        return done
+        done.append(run(engine, prompts, params, speculate=speculate))
+        return done[-1]
 
     def more(turn: int) -> bool:
+        took = sum(one.stats.decode_seconds for one in done)
         wanted = bool(engine.parallel.same(turn < n or took < seconds))  # each process has its own clock
         if wanted:
             progress(f"pair {turn + 1} of {max(n, turn + 1)}")
@@ -198,16 +171,11 @@ def take_turns(
     return Turns(runs[False], runs[True], prefill, prefill.capture_seconds + plain.capture_seconds)
 
 
-# ---- sums ------------------------------------------------------------------------------------------------------------
-
-
 def totals(runs: Sequence[Run]) -> EngineStats:
-    """The summed statistics of all runs."""
     return sum((one.stats for one in runs), EngineStats())
 
 
 def spread(values: Sequence[float]) -> Record:
-    """Median, least and greatest."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -221,10 +189,7 @@ def median_interval(values: Sequence[float]) -> list[float]:
 
 
 def round_ms(runs: Sequence[Run]) -> Record:
-    """Milliseconds of a round, whole and by part: the median over runs, so that an interrupted one does not count.
-
-    The parts are None if a round is one graph, which is not timed by part.
-    """
+    """Milliseconds of a round and of its parts, None where it is one graph: medians, so that no interruption counts."""
     found: Record = {
         part: 1e3 * statistics.median(getattr(one.stats, name) / one.stats.rounds for one in runs)
         for part, name in (
@@ -263,18 +228,13 @@ def tokens_by_alpha(stats: EngineStats, alpha: float) -> float:
 
 
 def way_of(runs: Sequence[Run], batch: int) -> Record:
-    """One way of decoding, JSON-ready: medians over its runs.
-
-    ms_per_token is the average time that one row waits for a token.
-    """
+    """One way of decoding, JSON-ready: medians over its runs; ms_per_token is how long a row waits for a token."""
     speeds = {name: [getattr(one, name) for one in runs] for name in ("steady", "completion")}
     middle = {name: statistics.median(found) if None not in found else None for name, found in speeds.items()}
     total = totals(runs)
     return {
         "tokens_per_second": middle,
         "ms_per_token": {name: 1e3 * batch / speed if speed else None for name, speed in middle.items()},
-        "round_ms": round_ms(runs),
-        "tokens_per_round": total.tokens_per_round,
-        "kv_bytes_per_token": total.kv_bytes_per_token,
-        "runs": speeds,
-    }
+        "round_ms": round_ms(runs), "tokens_per_round": total.tokens_per_round,
+        "kv_bytes_per_token": total.kv_bytes_per_token, "runs": speeds,
+    }  # fmt: skip

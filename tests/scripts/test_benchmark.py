@@ -77,7 +77,7 @@ def sweep(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Bench:
     """Of a tiny model and random tokens; the machine's rates are not measured, which takes seconds."""
-    monkeypatch.setattr(points, "rates_here", lambda *_: Rates(copy=2e9, read=1e9, matmul=4e9))
+    monkeypatch.setattr(modes, "rates_here", lambda *_: Rates(copy=2e9, read=1e9, matmul=4e9))
     return Bench(tmp_path, ["--model", str(tiny_folder), *SHORT, "--synthetic"], capsys)
 
 
@@ -136,8 +136,8 @@ def test_every_point_is_in_the_file_and_in_the_table(sweep: Bench) -> None:
 
 def test_rates_are_measured_before_an_engine_fills_the_device(sweep: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    rates, build = points.rates_here, modes.Job.build
-    monkeypatch.setattr(points, "rates_here", lambda *of: order.append("rates") or rates(*of))
+    rates, build = modes.rates_here, modes.Job.build
+    monkeypatch.setattr(modes, "rates_here", lambda *of: order.append("rates") or rates(*of))
     monkeypatch.setattr(modes.Job, "build", lambda *of: order.append("engine") or build(*of))
     sweep.said("--batch 1,2 --context 40 --draft streaming")
     assert order == ["rates", "engine", "engine"]

@@ -22,7 +22,6 @@ from gpt_fast_sd.policies.registry import policies
 from gpt_fast_sd.serving.requests import TokenEvent
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring import comparing
-from measuring.card import verdict
 from measuring.ledger import write_whole
 from measuring.lossless import Difference
 from tests.helpers import ByteTokenizer, Refuses, random_ids, tiny_config, tiny_model
@@ -311,7 +310,7 @@ def test_a_difference_is_a_near_tie_only_within_what_its_dtype_rounds_away() -> 
     def said(gap: float, **changes: Any) -> str:
         engine = Engine(tiny_model(), None, EngineConfig(max_seq_len=64, compile=False, **changes))
         found = [Difference(1, 12, 5, 6, gap)]
-        first, second = verdict(engine, comparing.Comparison([EngineStats()], [EngineStats()], 3, found))
+        first, second = generate.verdict(engine, comparing.Comparison([EngineStats()], [EngineStats()], 3, found))
         assert first == "2 of 3 greedy ones equal, token for token"
         assert second.startswith("prompt 1 differs from output token 12 on")
         return str(second)

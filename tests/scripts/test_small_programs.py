@@ -15,10 +15,11 @@ import needles
 import verify
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import BUNDLED
-from measuring import lossless, soak, steps
+from measuring import lossless, soak
 from measuring.chips import Chip
 from measuring.lossless import Finding
 from scripts.steps import main as steps_main
+from scripts.steps import time_steps
 from tests.helpers import Refuses, random_ids, tiny_config, tiny_model
 
 DOCUMENT = BUNDLED / "document.txt"
@@ -190,25 +191,26 @@ def test_steps_are_told_apart_and_their_parts_add_up() -> None:
     if not engine.target.bodies.fused:
         pytest.skip("no C++ compiler builds the kernels here")
     prompts = [random_ids(200, seed=seed) for seed in range(2)]
-    found, rounds = steps.time_steps(engine, prompts, 12, CHIP)
-    assert [(x.kind, x.n_tokens) for x in found] == [("plain", 1), ("draft", 1), ("verify", 4)]
+    found, rounds = time_steps(engine, prompts, 12, CHIP)
+    assert [(x["kind"], x["n_tokens"]) for x in found] == [("plain", 1), ("draft", 1), ("verify", 4)]
     for step in found:
-        assert step.between > 0 and step.products > 0 and step.attention > 0 and step.n >= 1
+        assert all(step[part] > 0 for part in ("between", "products", "attention", "n"))
     plain, _, verify = found
     model = engine.target.model
     weights = sum(x.nbytes for x in (*model.layers.parameters(), model.output.weight))
     keys = 2 * 200 * engine.cache.bytes_per_token
     macs = 2 * (sum(x.numel() for x in model.layers.parameters() if x.dim() == 2) + model.output.weight.numel())
     least = max(weights, 2 * macs) / 1e9 + max(keys, 4 * 2 * 4 * 64 * 200 * 2) / 1e9
-    assert plain.least == pytest.approx(1e3 * least) and verify.least > plain.least
-    assert [x.speculative for x in rounds] == [False, True] and rounds[0].tokens == 1 and rounds[1].draft > 0
+    assert plain["least"] == pytest.approx(1e3 * least) and verify["least"] > plain["least"]
+    assert [x["speculative"] for x in rounds] == [False, True]
+    assert rounds[0]["tokens"] == 1 and rounds[1]["draft"] > 0
     assert engine.target.bodies.hidden.stack.watched is None
 
 
 def test_steps_that_are_made_of_operators_are_refused() -> None:
     engine = Engine(tiny_model(CONFIG), config=ENGINE)
     with pytest.raises(ValueError, match="steps are timed of models in bf16 on a CPU that has a C\\+\\+ compiler"):
-        steps.time_steps(engine, [random_ids(20)] * 2, 4, CHIP)
+        time_steps(engine, [random_ids(20)] * 2, 4, CHIP)
 
 
 @pytest.fixture

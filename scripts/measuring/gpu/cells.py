@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.config import EngineConfig, SamplingParams
-from gpt_fast_sd.engine import Engine
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import preset
-from gpt_fast_sd.policies.config import DraftConfig, gamma_tiers
+from gpt_fast_sd.policies.config import gamma_tiers
 from gpt_fast_sd.quantization.table import precision, require_precision
 from gpt_fast_sd.sampling import GREEDY
 from gpt_fast_sd.serving.gamma_planner import GammaPlanner
@@ -29,7 +28,7 @@ from measuring.gpu.setup import SMALL, Record, Setup, Stopwatch, random_model
 from measuring.machine import clocks
 from measuring.replay import PROFILES, Profile, Replay, replay_table
 from measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, Efficiency, Forecast, best_gamma, step_seconds
-from measuring.turns import spread
+from measuring.turns import in_turns, spread
 
 LLAMA = preset("meta-llama/Llama-3.1-8B")
 MOST_DRAFTED = gamma_tiers(LLAMA.group_size)[-1]
@@ -49,12 +48,10 @@ class Arm:
     quantize: str | None = None  # of the draft's weights
 
     def draft(self, gamma: int) -> DraftConfig:
-        """Its configuration."""
         return DraftConfig(policy=self.policy, budget=self.budget, gamma=gamma, quantize=self.quantize)
 
     @property
     def profile(self) -> Profile:
-        """The acceptance that is replayed."""
         return PROFILES[self.name].with_weights(self.quantize)
 
 
@@ -77,16 +74,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As "16x57344"."""
         return f"{self.batch}x{self.context}"
 
 
 def cell_for(context: int, memory: float, *arms: Arm) -> Cell:
-    """The cell of that context for a chip with so many free bytes: as many rows as the plan of every arm allows.
-
-    ValueError where not even one row does.
-    """
-    batch, system = (FULL | ALONE)[context], _system(replace(CHIPS["h200"], memory=memory))
+    """The cell for so many free bytes: as many rows as every arm's plan allows; ValueError if that is none."""
+    batch, system = (FULL | ALONE)[context], System(model=LLAMA, chip=replace(CHIPS["h200"], memory=memory), room=ROOM)
     while any(system.memory(arm.draft(MOST_DRAFTED), batch, context)[1] for arm in arms or ARMS.values()):
         if batch == 1:
             raise ValueError(f"not even one row of {context:,} tokens fits into {memory / GIB:.0f} GiB")
@@ -94,18 +87,13 @@ def cell_for(context: int, memory: float, *arms: Arm) -> Cell:
     return Cell(batch=batch, context=context)
 
 
-def _system(chip: Chip) -> System:
-    return System(model=LLAMA, chip=chip, room=ROOM)
-
-
 def predict(chip: Chip, cell: Cell, arm: Arm, gamma: int, efficiency: Efficiency) -> Forecast:
     """The cost model's rounds of gamma drafts in a cell, whose rows are as unlike as those of a replay's table."""
     how: tuple[Any, ...] = arm.draft(gamma), arm.profile.chances, cell.batch, cell.context, gamma, efficiency
-    return replace(_system(chip).forecast(*how), tokens=arm.profile.tokens(gamma))
+    return replace(System(model=LLAMA, chip=chip, room=ROOM).forecast(*how), tokens=arm.profile.tokens(gamma))
 
 
 def planned(chip: Chip, cell: Cell, arm: Arm) -> Forecast:
-    """The forecast for the gamma that the cost model would choose, by the shares of a chip that good kernels reach."""
     return best_gamma(lambda gamma: predict(chip, cell, arm, gamma, PRACTICAL), range(1, MOST_DRAFTED + 1))
 
 
@@ -235,9 +223,8 @@ class Bench:
             state.pending[slot] = prompt[-1]
         # a view that lists by a pass of its own has no list before
         engine.schedule.rounds.refresh(RoundPlan.of(dict.fromkeys(range(self.batch), self.context), gamma=self.gamma))
-        tensors = {
-            id(x): x for owner in (state, self.kept, self.view) for x in vars(owner).values() if torch.is_tensor(x)
-        }
+        owners = state, self.kept, self.view
+        tensors = {id(x): x for owner in owners for x in vars(owner).values() if torch.is_tensor(x)}
         self._saved = [(x, x.clone()) for x in tensors.values()]
         self.restore_state()
 
@@ -248,7 +235,6 @@ class Bench:
         self.kept.table.fill_((self.gamma + 1) // 2)
 
     def ceilings(self) -> Record:
-        """Seconds of the steps that the roofline allows, on the shape that was run."""
         under = drafts = Conditions(weight_bytes=self.itemsize, kv_bytes=self.itemsize)
         if self.arm.quantize:
             entry = precision(self.arm.quantize, self.setup.device)
@@ -263,9 +249,6 @@ def timed_cell(setup: Setup, context: int, arm: Arm) -> Record:
     """One draft over rows of one length: its steps, then plain and replayed rounds in turns, A B B A."""
     try:
         require_precision(arm.quantize, setup.device, torch.bfloat16 if setup.on_cuda else torch.float32, of_draft=True)
-    except ValueError as error:
-        return {"arm": arm.name, "quantize": arm.quantize, "skipped": str(error)}
-    try:
         cell = cell_for(context, setup.memory, *([arm] if arm.quantize else []))
     except ValueError as error:  # a card too small for it is no failure
         return {"arm": arm.name, "quantize": arm.quantize, "skipped": str(error)}
@@ -273,12 +256,10 @@ def timed_cell(setup: Setup, context: int, arm: Arm) -> Record:
     began = time.perf_counter()
     bench = Bench(setup, cell, arm, gamma)
     built = time.perf_counter() - began
-    steps, runs = bench.steps(), {True: list[Record](), False: list[Record]()}
+    steps = bench.steps()
     for speculate in (True, False):  # captures
         bench.run(speculate, 2)
-    for pair in range(setup.pairs):
-        for speculate in (False, True) if pair % 2 == 0 else (True, False):
-            runs[speculate].append(bench.run(speculate, bench.rounds))
+    runs = in_turns((False, True), lambda way, _: bench.run(way, bench.rounds), lambda turn: turn < setup.pairs)
     ratios = [s["per_second"] / p["per_second"] for s, p in zip(runs[True], runs[False], strict=True)]
     speeds = {how: statistics.median(run["per_second"] for run in those) for how, those in runs.items()}
     model = {"ideal": IDEAL, "practical": PRACTICAL, "expected": EXPECTED}

@@ -81,7 +81,6 @@ DRY = SimpleNamespace(
 
 
 def operators(setup: Setup) -> Any:
-    """The operators that are timed."""
     return fast if setup.on_cuda else DRY
 
 
@@ -150,9 +149,8 @@ def timed_attention(
                         timings.time(name, what, theirs, *cost, ours=call().cpu())
             for budget in budgets:  # half of it listed in pages, half a window
                 (q, pos), half = heads.queries(1, device), budget // 2
-                pages = (
-                    torch.rand(heads.batch, heads.n_kv, (n - half) // PAGE, device=device).topk(half // PAGE).indices
-                )
+                chances = torch.rand(heads.batch, heads.n_kv, (n - half) // PAGE, device=device)
+                pages = chances.topk(half // PAGE).indices
                 listed = (pages[..., None] * PAGE + torch.arange(PAGE, device=device)).flatten(-2)  # [B, K, C]
                 where = listed, torch.full((heads.batch,), n - half, device=device), half, pos, n, PAGE
                 call = partial(ops.sparse_attention, q, layer, *where)

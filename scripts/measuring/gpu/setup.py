@@ -30,7 +30,6 @@ SMALL = ModelConfig(
 
 @functools.cache
 def tree_of() -> str:
-    """A short name that changes with the sources, those of the tests included."""
     kinds = ".py", ".cpp", ".hpp"
     files = sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in kinds)
     return short_name(b"".join(str(path.relative_to(ROOT)).encode() + path.read_bytes() for path in files))
@@ -51,17 +50,14 @@ class Setup:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether there is a chip to measure."""
         return self.device.type == "cuda"
 
     @property
     def device_name(self) -> str:
-        """As torch names it."""
         return torch.cuda.get_device_name(self.device) if self.on_cuda else "cpu"
 
     @property
     def measured(self) -> Chip | None:
-        """The rates that the stage "machine" measured, None where it was left out."""
         if "machine" not in self.known:
             return None
         rates = self.known["machine"]["rates"]
@@ -94,11 +90,9 @@ class Stopwatch:
         self.stream = torch.cuda.Stream(self.device) if setup.on_cuda else None
 
     def __call__(self, call: Callable[[], object], *, before: Callable[[], object] = lambda: None) -> float:
-        """The median of the repeats. before: called ahead of every call, and not timed."""
         return statistics.median(self.times(call, before))
 
     def times(self, call: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:
-        """Seconds of each repeat."""
         for _ in range(3):  # whatever is built at a first call is there afterwards
             before()
             call()

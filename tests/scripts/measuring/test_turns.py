@@ -11,7 +11,7 @@ import torch
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.serving.stats import EngineStats
 from gpt_fast_sd.tp import Parallel
-from measuring.points import Crossing, crossing, lengths_of, lines_of
+from measuring.points import crossing, lengths_of, lines_of
 from measuring.turns import (
     Mark,
     Run,
@@ -215,27 +215,27 @@ Record = dict[str, Any]
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ([1.1, 1.2, 1.3], Crossing(None, "below")),
-        ([0.7, 0.8, 0.9], Crossing(None, "none")),
-        ([0.9, 1.1, 1.2], Crossing(math.sqrt(1000 * 4000), "between")),
-        ([0.9, 1.0, 1.2], Crossing(4000.0, "between")),
-        ([0.5, 0.75, 1.25], Crossing(math.sqrt(4000 * 16000), "between")),
-        ([1.2, 0.9, 1.1], Crossing(math.sqrt(4000 * 16000), "between")),  # from there on it stays above
-        ([1.2, 1.1, 1.0], Crossing(None, "none")),
+        ([1.1, 1.2, 1.3], (None, "below")),
+        ([0.7, 0.8, 0.9], (None, "none")),
+        ([0.9, 1.1, 1.2], (math.sqrt(1000 * 4000), "between")),
+        ([0.9, 1.0, 1.2], (4000.0, "between")),
+        ([0.5, 0.75, 1.25], (math.sqrt(4000 * 16000), "between")),
+        ([1.2, 0.9, 1.1], (math.sqrt(4000 * 16000), "between")),  # from there on it stays above
+        ([1.2, 1.1, 1.0], (None, "none")),
     ],
 )
 def test_a_crossing_is_where_the_line_stays_above_over_log2_of_the_context(
-    values: list[float], expected: Crossing
+    values: list[float], expected: tuple[float | None, str]
 ) -> None:
-    found = crossing([1000, 4000, 16000], values, 1.0)
-    assert found.of_measured == expected.of_measured
-    assert found.context == (pytest.approx(expected.context) if expected.context else None)
+    found, (context, of_measured) = crossing([1000, 4000, 16000], values, 1.0), expected
+    assert found["of_measured"] == of_measured
+    assert found["context"] == (pytest.approx(context) if context else None)
 
 
 def test_a_crossing_says_so_where_there_is_none() -> None:
-    assert Crossing(None, "below").phrase([1000, 4000]) == "below 1,000"
-    assert Crossing(None, "none").phrase([1000, 4000]) == "none up to 4,000"
-    assert Crossing(2345.6, "between").phrase([1000, 4000]) == "2,346"
+    told = {speed: crossing([1000, 4000], [speed, 1.5], 1.0)["phrase"] for speed in (1.1, 0.5)}
+    assert told == {1.1: "below 1,000", 0.5: "2,000"}
+    assert crossing([1000, 4000], [1.1, 0.9], 1.0)["phrase"] == "none up to 4,000"
 
 
 def measured(batch: int, context: int, steady: float) -> Record:
