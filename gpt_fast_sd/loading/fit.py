@@ -20,8 +20,6 @@ from .machine import require_kernels, whole_memory
 from .memory import MemoryPlan
 from .system import System
 
-NARROW, WIDE_BYTES = 128, ((9, 0), (10, 0), (10, 3))  # head dims; GPUs whose kernels read wider entries of one byte
-
 
 def check_device(config: EngineConfig, device: torch.device) -> None:
     """ValueError if the processes were started for another kind of device than is requested."""
@@ -46,18 +44,6 @@ def check_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> None:
     if config.kv_dtype == "int8" and dtype == torch.float16:
         raise ValueError(
             "kv_dtype 'int8' is not for models in fp16, in which products with whole numbers overflow: use dtype 'bf16'"
-        )
-
-
-def check_heads(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
-    """ValueError for int8 caches of heads whose tiles spill out of a GPU's registers: 20 to 50 times as slow."""
-    if device.type != "cuda" or config.kv_dtype != "int8" or config.bodies != "fast" or model.head_dim <= NARROW:
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability not in WIDE_BYTES:
-        raise ValueError(
-            f"kv_dtype 'int8' with a head dim over {NARROW}, here {model.head_dim}, needs an H100, H200, B200 or B300, "
-            f"and this GPU has compute capability {'.'.join(map(str, capability))}: leave kv_dtype out"
         )
 
 
@@ -93,7 +79,6 @@ def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, gr
     require_kernels(device)
     check_positions(config, model.config)
     check_kv_dtype(config, dtype)
-    check_heads(config, model.config, device)
     check_planes(config, draft, model.config)
     if config.quantize is None and is_quantized(model):
         raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")

@@ -28,7 +28,7 @@ from ..policies import registry
 from ..policies.config import DraftConfig
 from ..quantization.quantize import keep_float8, quantize_as_read
 from ..quantization.table import require_precision, require_sizes
-from .fit import check_device, check_heads, check_kv_dtype, check_planes, check_same_vocabulary, plan_for
+from .fit import check_device, check_kv_dtype, check_planes, check_same_vocabulary, plan_for
 from .machine import free_memory, natural_dtype, require_kernels
 from .memory import MemoryPlan, bytes_of_weights
 from .prepare import begin_building_for
@@ -70,7 +70,6 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
         else natural_dtype(stored, device, config.compile or config.bodies == "reference")
     )
     check_kv_dtype(config, dtype)
-    check_heads(config, model_config, device)
     check_planes(config, draft, model_config)
     tokenizer = load_tokenizer(folder, model_config)
     draft_folder, draft_config = None, None

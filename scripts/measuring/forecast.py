@@ -103,7 +103,7 @@ class System:
         """Of every step of the target: quantizing leaves the output's weights as they are."""
         own = self._unquantized(self.model, self.ranks, efficiency)
         weight = self._weight_bytes(self.quantize, self.model, self.tp) if self.quantize else own.weight_bytes
-        return replace(own, weight_bytes=weight, precision=self._narrow(self.quantize))
+        return replace(own, weight_bytes=weight, precision=self.quantize)
 
     def _require(self, name: str | None, model: ModelConfig, ranks: int, *, of_draft: bool = False) -> None:
         """ValueError where the chips do not run weights of that precision, or not of these sizes."""
@@ -122,16 +122,13 @@ class System:
         own, entry = local_config(model, ranks), precision(name, torch.device(self.device))
         return bytes_of_layers(own, ranks, entry.bytes_of) / bytes_of_layers(own, ranks, lambda o, i: o * i)
 
-    def _narrow(self, name: str | None) -> str | None:
-        """Whose share an efficiency has: what was published of products is of CUDA's kernels."""
-        return name if self.device == "cuda" else None
-
     def _unquantized(self, model: ModelConfig, ranks: Ranks | None, efficiency: Efficiency) -> Conditions:
         """The same for a model that these ranks hold unquantized."""
         own, kv = float(TORCH_DTYPES[self.dtype].itemsize), self._format.element_bytes(model.head_dim)
         return Conditions(
             weight_bytes=own, head_bytes=own, kv_bytes=kv, tp=ranks.n if ranks else 1,
-            all_reduce=ranks.all_reduce if ranks else roofline.free, efficiency=efficiency,
+            all_reduce=ranks.all_reduce if ranks else roofline.free,
+            efficiency=efficiency if self.device == "cuda" else replace(efficiency, narrow={}),
         )  # fmt: skip
 
     def config(self, batch: int, context: int) -> EngineConfig:
@@ -173,8 +170,7 @@ class System:
                 head = precision(precision(draft.quantize, device).head, device)
                 of_step = replace(
                     of_step, weight_bytes=self._weight_bytes(draft.quantize, step.model, of_step.tp),
-                    precision=self._narrow(draft.quantize),
-                    head_bytes=head.bytes_of(rows, step.model.dim) / (rows * step.model.dim),
+                    precision=draft.quantize, head_bytes=head.bytes_of(rows, step.model.dim) / (rows * step.model.dim),
                 )  # fmt: skip
             head_dim, upper = step.model.head_dim, draft.needs_planes and step.model is not theirs
             if upper:

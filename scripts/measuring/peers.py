@@ -38,9 +38,6 @@ LLAMA_MODES = {
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 T = TypeVar("T")
 
-
-# ---------------------------------------------------------------------------------------------------- the peers
-#
 # One engine each with its model loaded; all rows hold the same prompt, each in its own memory.
 # reserve: make room for so many rows of so many tokens. prefill: make every row hold tokens [S] -> the greedy token
 # that follows, per row [B]. step: make every row also hold its latest token -> the next one, per row [B].

@@ -55,10 +55,9 @@ class Efficiency:
 
 
 IDEAL = Efficiency()
-# The share that quantized products reach of the bandwidth that bf16's reach, by what was published of the kernels that
-# run here or their like: GB/s of weights over bf16's 1,905 in torchao's table of Llama-3.1-8B on an H100, one row
-# (torchao/quantization/README.md of 0.8): int8 1,495, float8 by rows 1,161, int4 in groups of 64 1,019. On an A100
-# gpt-fast's README has 1,397 in bf16, 1,069 in 8 bits and 863 in 4 bits: 0.77 and 0.62.
+# The share that quantized products reach of bf16's bandwidth: torchao 0.8's table (quantization/README.md) of one row
+# of Llama-3.1-8B on an H100 has 1,905 GB/s in bf16, 1,495 in int8, 1,161 in float8 and 1,019 in int4; on an A100
+# gpt-fast's README has 1,397, and 1,069 in 8 bits and 863 in 4 bits: 0.77 and 0.62.
 PUBLISHED = {"int8": 0.785, "float8": 0.61, "int4": 0.535}
 # What good public kernels reach: 0.85 of the bandwidth in thin matrix products, 0.80 in flash-decoding with grouped
 # queries (FlashInfer and TileLang on Hopper), 0.70 of the peak in matrix products; some 6 us per layer in a CUDA graph.
@@ -156,7 +155,7 @@ def step_seconds(
 ) -> float:  # fmt: skip
     """Seconds of such a step: plain decoding with n_tokens 1, verification with gamma + 1, a draft with its budget.
 
-    mass_page: keys of a page whose attention mass is also summed, 0 if it is not. attention: see kernels.
+    mass_page: keys of a page whose attention mass is summed, too, or 0. attention: see kernels.
     """
     cost, e = step_cost(config, batch, n_tokens, context, under), under.efficiency
     handed_on = merged_bytes(config, batch, n_tokens, context, e.split, mass_page) / under.tp if e.split else 0.0

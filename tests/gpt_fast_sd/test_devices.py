@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
-from gpt_fast_sd.loading import fit
 from gpt_fast_sd.loading.machine import free_memory, require_current, require_kernels, sensible_threads
 from gpt_fast_sd.tp import Group, start, take_device
 from scripts import batch, benchmark, generate
@@ -193,22 +192,6 @@ def test_what_a_machine_lacks_is_said_in_one_sentence_before_weights_are_read(
         Engine.from_pretrained("bundled", EngineConfig(device="cuda"))
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 450
     assert capfd.readouterr().err == ""  # not a page of a compiler's
-
-
-@needs_triton
-def test_an_int8_cache_of_wide_heads_is_refused_where_its_tiles_spill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bundled model's heads of 64 dims stand for some of 256."""
-    monkeypatch.setattr(Group, "load", no_weights)
-    monkeypatch.setattr(fit, "NARROW", 32)
-    monkeypatch.setattr("gpt_fast_sd.loading.machine.prepare_launches", lambda: None)
-    config = EngineConfig(device="cuda", kv_dtype="int8")
-    gpu(monkeypatch, "NVIDIA RTX 4090", (8, 9))
-    said = r"'int8' with a head dim over 32, here 64, needs an H100, .* capability 8\.9: leave kv_dtype out$"
-    with pytest.raises(ValueError, match=said):
-        Engine.from_pretrained("bundled", config)
-    gpu(monkeypatch)
-    with pytest.raises(Weights):
-        Engine.from_pretrained("bundled", config)
 
 
 @needs_triton

@@ -51,7 +51,7 @@ LOADS = {
     (90, 1, 64): (64, 3, (3, 3, 1)), (90, 1, 128): (64, 5, (3, 2, 1)), (90, 1, 256): (32, 3, (2, 2, 1)),
     (90, 4, 64): (32, 3, (3,)), (90, 4, 128): (16, 3, (3,)), (90, 4, 256): (16, 3, (3,)),
     (80, 2, 64): (64, 3, (4, 4, 1)), (80, 2, 128): (64, 3, (3, 2, 1)), (80, 2, 256): (32, 3, (2, 2, 1)),
-    (80, 1, 64): (64, 3, (4, 4, 1)), (80, 1, 128): (64, 3, (3, 2, 1)),
+    (80, 1, 64): (64, 3, (4, 4, 1)), (80, 1, 128): (64, 3, (3, 2, 1)), (80, 1, 256): (32, 3, (2, 2)),
     (80, 4, 64): (32, 3, (3,)), (80, 4, 128): (16, 3, (3,)), (80, 4, 256): (16, 3, (3,)),
 }  # fmt: skip
 
@@ -61,7 +61,7 @@ def config(arch: int | str, itemsize: int, block_h: int, n_rows: int) -> Config:
     block_n, num_stages, per_sm = LOADS[family(arch), itemsize, max(block_h, 64)]
     if itemsize == 4:  # without tensor cores a tile of more rows would spill
         return Config(16, block_n, 4, num_stages, *per_sm)
-    block_r = min(max(16, triton.next_power_of_2(n_rows)), LARGEST_TILE)
+    block_r = min(max(16, triton.next_power_of_2(n_rows)), LARGEST_TILE if len(per_sm) > 2 else 32)  # 64 would spill
     return Config(block_r, block_n, 8 if block_r == LARGEST_TILE else 4, num_stages, per_sm[block_r // 32])
 
 

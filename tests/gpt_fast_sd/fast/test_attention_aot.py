@@ -41,6 +41,8 @@ def spilled(op: str, cap: int, dtype: torch.dtype, held: torch.dtype | None) -> 
     """Bytes of registers per thread that may be spilled; where a table is of another device the assembler may, too."""
     if dtype == FP32:
         return 16 if op == "sparse" else PROOF
+    if held is PLANES and triton_common.family(cap) == 80:
+        return 8  # two instructions around a tile of 64 rows
     return 40 if op in FEW and cap in OTHERS and held is not PLANES else 0
 
 
@@ -51,7 +53,7 @@ def wide_copies(kernel: Compiled) -> int:
 def per_sm(op: str, cap: int, launch: Launch, n_rows: int) -> int:
     """Thread blocks that the table of a kernel says an SM should hold."""
     size = triton_common.entry_size(launch.kwargs["p_q"], launch.kwargs["p_k"])
-    block_h = max(launch.kwargs["BLOCK_H"], 64)
+    block_h = max(launch.kwargs["BLOCK_H"] * (2 if launch.kwargs.get("FORMAT") == 3 else 1), 64)  # of planes half
     if op in MANY:
         table = prefill_triton.KEY_MASS if op == "key_mass" else prefill_triton.PREFILL
         return int(table[triton_common.family(cap), size, block_h][-1])
@@ -115,8 +117,6 @@ def entries() -> Iterator[Any]:
         shapes = SHAPES[:3] if held else SHAPES + OF_SPARSE * (op == "sparse")
         for (head_dim, dtype), cap in itertools.product(shapes, caps):
             size, block_h = 1 if held else dtype.itemsize, {96: 128}.get(head_dim, head_dim)
-            if (triton_common.family(cap), size, block_h) == (80, 1, 256):
-                continue  # refused at the door, see loading.fit
             tiles = decode_triton.CONFIGS[triton_common.family(cap), size, block_h][1]
             for n_rows in tiles if op in FEW else (1024,) if op in MANY else (4, 32, 136):
                 often = head_dim == 128 and (op, cap, n_rows, held, tail) in OFTEN
