@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.fast import quantize_rows
 from gpt_fast_sd.fast.triton import int8 as int8_triton
-from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP32, NAN
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, NAN
 from tests.helpers import few, thinned
 
 # The result is rounded to the dtype, half an eps of it, and sums in fp32 as a few eps of the sum of |products|.
@@ -73,10 +72,3 @@ def test_a_rows_bits_depend_on_no_other_row_and_for_a_kind_of_tile_not_on_their_
     spoilt = x.clone()
     spoilt[1:] = NAN
     assert linear(spoilt, *weight)[0].equal(expected[0])
-
-
-def test_the_weights_are_those_of_quantize_rows() -> None:
-    weight = torch.randn(40, 96)
-    integers, scale = quantize_rows(weight)
-    x = torch.eye(96, dtype=FP32)
-    torch.testing.assert_close(linear(x, integers, scale, None).t(), weight, rtol=0, atol=float(scale.max()) * 0.51)
