@@ -145,8 +145,7 @@ def test_the_edges_of_what_can_be_are_taken(config: type, fields: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("stop", "strings"),
-    [(None, ()), ("end", ("end",)), (["a", "b c"], ("a", "b c")), (("x",), ("x",)), ([], ())],
+    ("stop", "strings"), [(None, ()), ("end", ("end",)), (["a", "b c"], ("a", "b c")), (("x",), ("x",)), ([], ())]
 )
 def test_stop_is_one_string_or_several(stop: Any, strings: tuple[str, ...]) -> None:
     assert SamplingParams(stop=stop).stop_strings == strings

@@ -15,14 +15,7 @@ from typing import Any
 import pytest
 
 from gpt_fast_sd.policies.config import GAMMA_TIERS
-from gpt_fast_sd.serving.gamma_planner import (
-    FIRST_PROBE,
-    FIRST_ROUNDS,
-    LAST_PROBE,
-    GammaPlanner,
-    StepTimes,
-    rising,
-)
+from gpt_fast_sd.serving.gamma_planner import FIRST_PROBE, FIRST_ROUNDS, LAST_PROBE, GammaPlanner, StepTimes, rising
 from tests.helpers import few, thinned
 
 FEW, MANY = 512, 8192

@@ -21,13 +21,7 @@ from gpt_fast_sd.policies import Draft, DraftPolicy, ModelDraft
 from gpt_fast_sd.serving.requests import Completion, RoundEvent, TokenEvent
 from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.drafts import MIXTURES, POLICIES, VIEWS, draft_of
-from tests.gpt_fast_sd.policies.drafting import (
-    drafting_now_and_then,
-    entries,
-    nearly,
-    prefilled,
-    tokens_of,
-)
+from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, entries, nearly, prefilled, tokens_of
 from tests.helpers import ahead, few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
 
 # ---- rounds counted by hand: a model that counts, and drafts that are right as often as the test says ---------------
