@@ -190,7 +190,7 @@ def linear_of(kind: str, n_out: int, n_in: int, *, bias: bool = False, dtype: to
     if kind == "int8":
         return Int8Linear(plain.weight, plain.bias)
     made = Int4Linear(quantize_blocks(plain.weight), plain.bias, dtype)
-    made.scale.data = torch.exp2(torch.arange(n_out) % 9 - 4.0)  # powers of two, which multiply the sums
+    made.scale.data *= torch.exp2(torch.arange(n_out) % 9 - 4.0)  # powers of two, which multiply the sums
     return made
 
 
