@@ -20,14 +20,16 @@ def a_compiler() -> None:
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled steps run what Inductor would be given, as it was traced."""
-    monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph)
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """Compiled steps run what Inductor would be given, as it was traced; these graphs."""
+    graphs = list[torch.fx.GraphModule]()
+    monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graphs.append(graph) or graph)
+    return graphs
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """There are as many threads afterwards as there were before."""
+@pytest.fixture(autouse=True)
+def as_many_threads_as_before() -> Iterator[None]:
+    """Tests that vary the number of threads leave it as it was."""
     n = torch.get_num_threads()
     yield
     torch.set_num_threads(n)

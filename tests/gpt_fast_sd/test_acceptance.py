@@ -21,16 +21,10 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, SamplingParams
 from gpt_fast_sd.acceptance import AcceptResult, verify_greedy, verify_sampled
 from gpt_fast_sd.bodies import Bodies
-from gpt_fast_sd.fast import cpu_attention_fits
-from gpt_fast_sd.fast.choose import FastBackend
-from gpt_fast_sd.fast.compile import Options
-from gpt_fast_sd.model import KVCache
-from gpt_fast_sd.sampling import Kind, draw
-from gpt_fast_sd.serving.launch import Rounds
+from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.state import BatchState, RoundPlan
-from gpt_fast_sd.steps import Runner
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, plans_of
-from tests.helpers import ahead, form_of, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import ahead, random_ids, tiny_engine
 
 BELOW_1 = 1.0 - 2.0**-24  # the largest number uniform() gives
 
@@ -132,15 +126,6 @@ def test_sampled_verdicts_are_those_of_the_slow_reference(n_rows: int, gamma: in
     assert outcome(verify_sampled(unread(p, max_accept), unread(q, max_accept - 1), *arguments[2:])) == expected
 
 
-def random_round(n_rows: int, gamma: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The six arguments of verify_sampled, with distributions that share some mass, and drafts ~ q."""
-    logits = torch.randn(n_rows, gamma + 1, vocab_size)
-    p, q = logits.softmax(-1), (logits + 0.7 * torch.randn_like(logits))[:, :gamma].softmax(-1)
-    drafted = draw(q.flatten(0, 1), torch.rand(n_rows * gamma)).view(n_rows, gamma)
-    max_accept = torch.randint(gamma + 1, (n_rows,))
-    return p, q, drafted, max_accept, torch.rand(n_rows, gamma), torch.rand(n_rows, gamma + 1)
-
-
 def test_a_rejection_that_leaves_no_residual_draws_from_p() -> None:
     p = torch.tensor([[[0.0, 1.0, 0.0, 0.0]] * 2])
     q = torch.tensor([[[0.0, 1.0, 1e-9, 0.0]]])  # sums to 1 in fp32
@@ -151,16 +136,6 @@ def test_a_rejection_that_leaves_no_residual_draws_from_p() -> None:
 
 
 # ---- where it runs -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gamma", [0, 3])
-def test_compiled_verdicts_are_the_eager_ones(gamma: int) -> None:
-    torch._dynamo.reset()
-    arguments = random_round(200, gamma, 40)
-    for verify, inputs in ((verify_sampled, arguments), (verify_greedy, (arguments[0], *arguments[2:4]))):
-        compiled = torch.compile(verify, fullgraph=True, dynamic=False)
-        assert outcome(compiled(*inputs)) == outcome(verify(*inputs))
 
 
 # ---- what is committed, and planned ----------------------------------------------------------------------------------
@@ -294,27 +269,10 @@ def test_no_tensor_of_rows_takes_the_place_of_another() -> None:
     assert other.history is state.history and other.table is state.table
 
 
-@pytest.mark.parametrize("compiled", [None, {}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [8, 64])
-def test_rounds_are_planned_by_the_mean_for_our_kernels(
-    head_dim: int, dtype: torch.dtype, compiled: Options | None
-) -> None:
-    """Else a step reads the view of the longest row for every row, however few keys the others have."""
-    model = tiny_model(tiny_config(n_layers=1, head_dim=head_dim))
-    cache = KVCache(model.config, 4, 128, format=form_of(dtype), device=torch.device("cpu"))
-    state = BatchState.idle(cache.seq_len, HISTORY, VOCAB, [])
-    rounds = Rounds(
-        Runner(model, cache, backend=FastBackend(torch.device("cpu"), compiled)), state, None, DraftConfig()
-    )
-    ours = compiled is not None and cpu_attention_fits(head_dim, dtype, cache.format)
-    assert rounds.keys_read(RoundPlan.of({0: 19, 2: 9})) == (7 if ours else 20)
-    assert not ours or head_dim == 64
-
-
 @pytest.mark.parametrize("ours", [False, True])
 def test_the_planner_chooses_by_what_it_is_taught_by(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     one = tiny_engine(DraftConfig(policy="streaming", gamma="auto"), batch_size=3)
+    assert not one.target.bodies.reads_own_keys  # kernels of ours do, see test_cpu_any
     monkeypatch.setattr(Bodies, "reads_own_keys", ours)
     asked, taught, plans = list[int](), list[int](), plans_of(one, monkeypatch)
     drafting_now_and_then(one, [1], timed=False)

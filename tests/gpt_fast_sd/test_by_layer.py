@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ import gpt_fast_sd.loading.prepare
 from gpt_fast_sd import DraftConfig, SamplingParams
 from gpt_fast_sd.draft import draft_step
 from gpt_fast_sd.fast.compile import CompiledStep
-from gpt_fast_sd.fast.compile_one_layer import _alike
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.model import FORMATS, KVCache, Transformer
 from gpt_fast_sd.policies import build_policy
@@ -30,19 +29,6 @@ from tests.helpers import ahead, few, random_ids, tiny_config, tiny_engine, tiny
 SLOTS, CAPACITY = 2, 600
 CPU = torch.device("cpu")
 Parts = list[torch.fx.GraphModule]
-
-
-@pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
-    """The graphs that Inductor would be given; they run as they were traced."""
-    found: Parts = []
-
-    def as_traced(self: CompiledStep, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        found.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(CompiledStep, "_inductor", as_traced)
-    yield found
 
 
 def filled_cache(model: Transformer) -> KVCache:
@@ -94,21 +80,27 @@ def check_equal(name: str, model: Transformer, tolerance: float = 1e-4) -> Step:
     return one
 
 
+FAMILIES: list[dict[str, Any]] = [{"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": True}]
+MODELS = [*((name, {}) for name in STEPS), *((name, {"n_layers": 1}) for name in ("decode", "prefill"))]
+MODELS += [(name, changes) for name in ("decode", "prefill") for changes in FAMILIES]
+
+
 @pytest.mark.parametrize(
-    ("name", "n_layers"),
-    few(
-        [*((name, 3) for name in STEPS), ("decode", 1), ("prefill", 1)],
-        [("decode", 1), ("verify mass", 3), ("prefill", 3), ("draft guided", 3)],
-    ),
-)
-def test_a_step_gives_what_the_step_over_all_layers_gives(name: str, n_layers: int, parts: Parts) -> None:
-    model = tiny_model(tiny_config(n_layers=n_layers))
+    ("name", "changes"),
+    few(MODELS, [("decode", {"n_layers": 1}), *((name, {}) for name in ("verify mass", "prefill", "draft guided")),
+                 *((name, {"tie_embeddings": True}) for name in ("decode", "prefill"))]),
+)  # fmt: skip
+def test_a_step_gives_what_the_step_over_all_layers_gives(name: str, changes: dict[str, Any], traced: Parts) -> None:
+    model = tiny_model(tiny_config(**{"n_layers": 3} | changes))
     assert check_equal(name, model).graphs == 1
     # before the layers, one of them, after them; of a prompt nothing comes after, but the last layer does less
-    assert len(parts) == (2 if (name, n_layers) == ("prefill", 1) else 3)
+    assert len(traced) == (2 if (name, model.config.n_layers) == ("prefill", 1) else 3)
+    if (name, changes) == ("decode", {"tie_embeddings": True}):  # quantized weights are those of each layer, too
+        quantize(model, "int8")
+        check_equal(name, model, tolerance=1e-3)
 
 
-def test_engines_of_few_and_many_layers_compile_as_many_nodes(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_few_and_many_layers_compile_as_many_nodes(traced: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiling takes, without a clock: it was minutes for 32 layers, and is as long as for two."""
     monkeypatch.setattr(gpt_fast_sd.loading.prepare, "can_compile", lambda device: True)
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
@@ -118,9 +110,9 @@ def test_engines_of_few_and_many_layers_compile_as_many_nodes(parts: Parts, monk
         model, draft = tiny_model(tiny_config(n_layers=n_layers)), DraftConfig(policy="guided", budget=48, gamma=3)
         one = tiny_engine(draft, model=model, max_seq_len=300, compile=True)
         one.warm_up()
-        n_nodes = sum(node.op.startswith("call") for part in parts for node in part.graph.nodes)
-        found.append((one.schedule.graphs, len(parts), n_nodes))
-        parts.clear()
+        n_nodes = sum(node.op.startswith("call") for part in traced for node in part.graph.nodes)
+        found.append((one.schedule.graphs, len(traced), n_nodes))
+        traced.clear()
     assert found[0] == found[1]
     graphs, n_parts, n_nodes = found[1]
     # a prefill, decoding, verification, a draft step; a choice; judging of none and of three drafts
@@ -128,7 +120,7 @@ def test_engines_of_few_and_many_layers_compile_as_many_nodes(parts: Parts, monk
 
 
 @pytest.mark.parametrize("what", ["strides", "dtype", "shape"])
-def test_a_model_whose_layers_differ_is_refused(what: str, parts: Parts) -> None:
+def test_a_model_whose_layers_differ_is_refused(what: str, traced: Parts) -> None:
     """Code for the first layer would misread the weights of the others."""
     model = tiny_model(tiny_config(n_layers=3))
     owner: Any = model.layers[2].attention.wo if what == "strides" else model.layers[2].attention_norm
@@ -140,33 +132,7 @@ def test_a_model_whose_layers_differ_is_refused(what: str, parts: Parts) -> None
         CompiledStep(step)(*args)
 
 
-def test_what_a_layer_gives_must_lie_in_memory_as_what_it_is_given() -> None:
-    """Else the second layer would run code that was made for other strides."""
-    graph, x = torch.fx.Graph(), torch.zeros(2, 3, 4)
-    nodes = []
-    for i, example in enumerate((x, x + 1, x.transpose(1, 2).contiguous().transpose(1, 2), x[:, :1], x[:, ::3])):
-        nodes.append(graph.placeholder(f"x{i}"))
-        nodes[-1].meta["example_value"] = example
-    same, also, other, row, every_third = nodes
-    assert _alike(same, also) and not _alike(same, other)
-    assert _alike(row, every_third)  # the stride of a size of 1 does not matter
-
-
-@pytest.mark.parametrize(
-    "changes", few([{"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": True}], [{"tie_embeddings": True}])
-)
-def test_other_families_of_models_are_cut_at_the_same_places(changes: dict[str, Any], parts: Parts) -> None:
-    for name in ("decode", "prefill"):
-        check_equal(name, tiny_model(tiny_config(n_layers=3, **changes)))
-
-
-def test_quantized_weights_are_those_of_each_layer(parts: Parts) -> None:
-    model = tiny_model(tiny_config(n_layers=3))
-    quantize(model, "int8")
-    check_equal("decode", model, tolerance=1e-3)
-
-
-def test_a_step_serves_one_model_after_another_and_weights_that_take_the_place_of_others(parts: Parts) -> None:
+def test_a_step_serves_one_model_after_another_and_weights_that_take_the_place_of_others(traced: Parts) -> None:
     """The layers of the call count, not those of the first one."""
     model, other, step = tiny_model(), tiny_model(seed=1), CompiledStep(decode_step)
     args = (*tokens_at(300, 1), filled_cache(model).layers, span(filled_cache(model), 400), 0)
@@ -186,15 +152,7 @@ def test_steps_are_warmed_up_with_the_most_drafts_first(monkeypatch: pytest.Monk
     assert seen[0] == max(seen) == 9
 
 
-def test_what_compiles_is_told_step_by_step() -> None:
-    one, told = tiny_engine(), list[tuple[str, int, int]]()
-    one.on_progress = lambda *what: told.append(what)
-    one.warm_up()
-    assert told[0][1] == 0 and told[-1][1] == told[-1][2] == len(told) - 1
-    assert {what for what, *_ in told} == {"warm up"}
-
-
-def test_an_engine_that_is_gone_leaves_nothing_behind(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_gone_leaves_nothing_behind(traced: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt_fast_sd.loading.prepare, "can_compile", lambda device: True)
     one = tiny_engine(DraftConfig(policy="streaming", budget=24, gamma=2), compile=True)
     one.generate([[1, 2, 3]], SamplingParams(max_tokens=4))

@@ -76,12 +76,6 @@ def large() -> Engine:
     return make(tiny_config(max_seq_len=6144), compile=True)
 
 
-@pytest.fixture(scope="module")
-def small() -> Engine:
-    """A compiled engine of another shape in every respect."""
-    return make(SMALL, compile=True, batch_size=2)
-
-
 def test_prompts_of_all_lengths_share_the_graphs_of_the_first_call(large: Engine) -> None:
     assert graphs(large) == (0, 0)
     large.generate([[1]], SamplingParams(max_tokens=1))
@@ -93,14 +87,6 @@ def test_prompts_of_all_lengths_share_the_graphs_of_the_first_call(large: Engine
     assert graphs(large) == (1, 1) and large.stats.recompiles == 0
     assert got == tokens(make(tiny_config(max_seq_len=6144), compile=False))
     assert len({token for row in got for token in row}) > 20
-
-
-@pytest.mark.slow
-def test_engines_of_different_shape_do_not_recompile_each_other(large: Engine, small: Engine) -> None:
-    for _ in range(2):
-        assert tokens(small, upto=257) == tokens(make(SMALL, compile=False, batch_size=2), upto=257)
-        tokens(large, upto=600)
-    assert graphs(large) == graphs(small) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -12,48 +12,44 @@ import pytest
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.policies.config import GAMMA_TIERS, gamma_tiers
 
-REFUSED: list[tuple[type, dict[str, Any]]] = [
-    *((EngineConfig, {"batch_size": value}) for value in (0, -1, 2.0, "8", True, None, 2**31)),
-    *((EngineConfig, {"max_seq_len": value}) for value in (0, -5, 8192.0, False, 10**30)),
-    *((EngineConfig, {"device": value}) for value in ("gpu", "CPU", "cuda:0", None)),
-    *((EngineConfig, {"dtype": value}) for value in ("float32", "bfloat16", "int8", None)),
-    *((EngineConfig, {"kv_dtype": value}) for value in ("auto", "int4", "INT8", "float16")),
-    *((EngineConfig, {"compile": value}) for value in (1, "yes", None)),
-    *((EngineConfig, {"exact": value}) for value in (0, "bits", None)),
-    *((EngineConfig, {"quantize": value}) for value in ("int4wo", "INT8", "", True)),
-    *((DraftConfig, {"policy": value}) for value in ("none", "Off", "", None)),
-    *((DraftConfig, {"budget": value}) for value in (0, -1, 1.5, "256", 2**31)),
-    *((DraftConfig, {"gamma": value}) for value in (0, -3, 17, 2.5, "4", "Auto", None, True)),
-    *(
-        (DraftConfig, {name: value})
-        for name in ("ngram", "n_sink", "page")
-        for value in (0, -1, 2.0, None, True, 2**63)
-    ),
-    *((DraftConfig, {"page": value}) for value in (8, 17, 256)),
-    *((DraftConfig, {"refresh": value}) for value in (0, -1, 2.0, "64", 2**63)),
-    *((DraftConfig, {"cheap": value}) for value in ("streaming", "Lookup", None)),
-    *((SamplingParams, {"max_tokens": value}) for value in (0, -1, 1.0, None)),
-    *(
-        (SamplingParams, {"temperature": value})
-        for value in (-0.1, -1, math.inf, math.nan, True, "1", 1e39, 10**30 * 10**30)
-    ),
-    *((SamplingParams, {"top_k": value}) for value in (0, -1, 2.0)),
-    *((SamplingParams, {"top_p": value}) for value in (0, 0.0, -0.5, 1.01, math.nan, True)),
-    *((SamplingParams, {"min_p": value}) for value in (-0.01, 1.5, math.nan, False)),
-    *((SamplingParams, {"seed": value}) for value in (-1, 2**63, 1.0, "7")),
-    *((SamplingParams, {"stop": value}) for value in ("", ["a", ""], [3], ("x", None), 0, False, 7)),
-    *((SamplingParams, {"ignore_eos": value}) for value in ("false", "yes", 1, None, [])),
+NONSENSE: list[tuple[type, str, tuple[Any, ...]]] = [
+    (EngineConfig, "batch_size", (0, -1, 2.0, "8", True, None, 2**31)),
+    (EngineConfig, "max_seq_len", (0, -5, 8192.0, False, 10**30)),
+    (EngineConfig, "device", ("gpu", "CPU", "cuda:0", None)),
+    (EngineConfig, "dtype", ("float32", "bfloat16", "int8", None)),
+    (EngineConfig, "kv_dtype", ("auto", "int4", "INT8", "float16")),
+    (EngineConfig, "compile", (1, "yes", None)),
+    (EngineConfig, "exact", (0, "bits", None)),
+    (EngineConfig, "quantize", ("int4wo", "INT8", "", True)),
+    (DraftConfig, "policy", ("none", "Off", "", None)),
+    (DraftConfig, "budget", (0, -1, 1.5, "256", 2**31)),
+    (DraftConfig, "gamma", (0, -3, 17, 2.5, "4", "Auto", None, True)),
+    *((DraftConfig, name, (0, -1, 2.0, None, True, 2**63)) for name in ("ngram", "n_sink", "page")),
+    (DraftConfig, "page", (8, 17, 256)),
+    (DraftConfig, "refresh", (0, -1, 2.0, "64", 2**63)),
+    (DraftConfig, "cheap", ("streaming", "Lookup", None)),
+    (SamplingParams, "max_tokens", (0, -1, 1.0, None)),
+    (SamplingParams, "temperature", (-0.1, -1, math.inf, math.nan, True, "1", 1e39, 10**30 * 10**30)),
+    (SamplingParams, "top_k", (0, -1, 2.0)),
+    (SamplingParams, "top_p", (0, 0.0, -0.5, 1.01, math.nan, True)),
+    (SamplingParams, "min_p", (-0.01, 1.5, math.nan, False)),
+    (SamplingParams, "seed", (-1, 2**63, 1.0, "7")),
+    (SamplingParams, "stop", ("", ["a", ""], [3], ("x", None), 0, False, 7)),
+    (SamplingParams, "ignore_eos", ("false", "yes", 1, None, [])),
 ]
+REFUSED = [(config, name, value) for config, name, values in NONSENSE for value in values]
 
 
-@pytest.mark.parametrize(("config", "fields"), REFUSED, ids=[f"{c.__name__} {f}" for c, f in REFUSED])
-def test_nonsense_is_refused_by_name(config: type, fields: dict[str, Any]) -> None:
-    ((name, value),) = fields.items()
+@pytest.mark.parametrize(("config", "name", "value"), REFUSED, ids=[f"{c.__name__} {n}={v}" for c, n, v in REFUSED])
+def test_nonsense_is_refused_by_name(config: type, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name) as caught:
-        config(**fields)
+        config(**{name: value})
     shown = str(caught.value)
     assert repr(value) in shown or str(value) in shown
     assert "\n" not in shown
+
+
+OWN_VIEWS = ("off", "full", "streaming", "snapkv", "quest", "guided", "lookup", "quantized")
 
 
 @pytest.mark.parametrize(
@@ -68,20 +64,13 @@ def test_nonsense_is_refused_by_name(config: type, fields: dict[str, Any]) -> No
         ({"policy": "streaming", "draft_model": "m"}, "draft_model is for policy 'standalone' .* got 'streaming'"),
         ({"draft_model": "m"}, "draft_model is for policy 'standalone' .* got 'off'"),
         ({"policy": "hierarchy", "draft_model": "m"}, "draft_model is for .* got 'hierarchy'"),  # lookup drafts for it
-        *(
-            ({"policy": policy, "view": "streaming"}, f"view is for .*; policy '{policy}' is its own")
-            for policy in ("off", "full", "streaming", "snapkv", "quest", "guided", "lookup", "quantized")
-        ),
+        *(({"policy": p, "view": "streaming"}, f"view is for .*; policy '{p}' is its own") for p in OWN_VIEWS),
         ({"policy": "early_exit", "view": "all"}, "view must be one of .*, got 'all'"),
         ({"policy": "standalone", "draft_model": "m", "view": "guided"}, "view 'guided' needs the target's own cache"),
-        *(
-            ({"policy": p, "quantize": "int8"}, f"quantize 'int8' is for a model that drafts: policy '{p}'")
-            for p in ("off", "lookup")
-        ),
-        *(
-            ({"policy": "streaming", "quantize": q}, f"quantize must be one of int8, int4, float8, got {q!r}")
-            for q in ("int3", True)
-        ),
+        ({"policy": "off", "quantize": "int8"}, "quantize 'int8' is for a model that drafts: policy 'off'"),
+        ({"policy": "lookup", "quantize": "int8"}, "quantize 'int8' is for a model that drafts: policy 'lookup'"),
+        ({"policy": "streaming", "quantize": "int3"}, "quantize must be one of int8, int4, float8, got 'int3'"),
+        ({"policy": "streaming", "quantize": True}, "quantize must be one of int8, int4, float8, got True"),
         ({"policy": "streaming", "budget": 11}, "budget must be at least 12 for streaming, got 11"),
         ({"policy": "streaming", "n_sink": 9, "budget": 16}, "budget must be at least 17 for streaming, got 16"),
         ({"policy": "snapkv", "budget": 63}, "budget must be at least 64 for snapkv, got 63"),
@@ -156,8 +145,7 @@ def test_the_edges_of_what_can_be_are_taken(config: type, fields: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("stop", "strings"),
-    [(None, ()), ("end", ("end",)), (["a", "b c"], ("a", "b c")), (("x",), ("x",)), ([], ())],
+    ("stop", "strings"), [(None, ()), ("end", ("end",)), (["a", "b c"], ("a", "b c")), (("x",), ("x",)), ([], ())]
 )
 def test_stop_is_one_string_or_several(stop: Any, strings: tuple[str, ...]) -> None:
     assert SamplingParams(stop=stop).stop_strings == strings

@@ -318,16 +318,6 @@ def test_auto_says_once_why_a_gpu_that_is_there_is_not_used(
         assert all(re.search(expected, each) for each in said)
 
 
-def test_an_engine_asked_for_any_device_gives_that_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    an_old_driver(monkeypatch, tmp_path)
-    monkeypatch.setattr(take_device, "__defaults__", ([tmp_path],))
-    with pytest.warns(UserWarning, match="has an NVIDIA driver, but torch sees no CUDA device"):
-        engine = Engine.from_pretrained("bundled", EngineConfig(max_seq_len=512, batch_size=1, compile=False))
-    assert engine.device == CPU
-    with pytest.warns(UserWarning, match="has an NVIDIA driver, but torch sees no CUDA device"):
-        assert start().device == CPU
-
-
 def test_processes_of_a_machine_take_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
     current = gpu(monkeypatch, n=2)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -412,28 +402,16 @@ LIMITS: list[tuple[dict[str, str], int | None]] = [  # files -> GiB that may be 
     # version 2: the narrowest of the group and those above it, less what is used and no cache of files
     ({"proc/self/cgroup": "0::/a/b\n", "cgroup/a/b/memory.max": "max", "cgroup/a/b/memory.current": "7"}, None),
     ({"proc/self/cgroup": "0::/a/b\n", "cgroup/a/memory.max": f"{4 * GIB}\n", "cgroup/a/memory.current": f"{GIB}"}, 3),
-    (
-        {"proc/self/cgroup": "0::/a\n", "cgroup/a/memory.max": f"{4 * GIB}", "cgroup/a/memory.current": f"{3 * GIB}",
-         "cgroup/a/memory.stat": f"anon 5\nactive_file {GIB}\ninactive_file {GIB // 2}\nfile {9 * GIB}\n"},
-        2,
-    ),  # of 2.5
+    ({"proc/self/cgroup": "0::/a\n", "cgroup/a/memory.max": f"{4 * GIB}", "cgroup/a/memory.current": f"{3 * GIB}",
+      "cgroup/a/memory.stat": f"anon 5\nactive_file {GIB}\ninactive_file {GIB // 2}\nfile {9 * GIB}\n"}, 2),  # of 2.5
     # version 1, also in a container, where the name is the host's
-    (
-        {"proc/self/cgroup": "0::/\n4:cpu,memory:/a\n", "cgroup/memory/a/memory.limit_in_bytes": f"{2 * GIB}",
-         "cgroup/memory/a/memory.usage_in_bytes": f"{GIB}",
-         "cgroup/memory/a/memory.stat": f"active_file 9\ntotal_active_file {GIB // 2}\n"},
-        1,
-    ),  # of 1.5
-    (
-        {"proc/self/cgroup": "4:memory:/docker/1234\n", "cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}",
-         "cgroup/memory/memory.usage_in_bytes": f"{GIB}"},
-        1,
-    ),
-    (
-        {"proc/self/cgroup": "4:memory:/\n", "cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-         "cgroup/memory/memory.usage_in_bytes": "1"},
-        None,
-    ),
+    ({"proc/self/cgroup": "0::/\n4:cpu,memory:/a\n", "cgroup/memory/a/memory.limit_in_bytes": f"{2 * GIB}",
+      "cgroup/memory/a/memory.usage_in_bytes": f"{GIB}",
+      "cgroup/memory/a/memory.stat": f"active_file 9\ntotal_active_file {GIB // 2}\n"}, 1),  # of 1.5
+    ({"proc/self/cgroup": "4:memory:/docker/1234\n", "cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}",
+      "cgroup/memory/memory.usage_in_bytes": f"{GIB}"}, 1),
+    ({"proc/self/cgroup": "4:memory:/\n", "cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+      "cgroup/memory/memory.usage_in_bytes": "1"}, None),
 ]  # fmt: skip
 
 

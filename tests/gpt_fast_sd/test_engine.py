@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import SPLIT, ModelConfig, save_hugging_face
 from gpt_fast_sd.serving.requests import TokenEvent
 from tests.gpt_fast_sd.policies.drafting import tokens_of
@@ -127,27 +126,6 @@ def test_a_mixed_batch_gives_each_prompt_the_tokens_it_gets_alone(sampled: bool)
         assert many.generate([prompt], wanted)[0].tokens == got.tokens
 
 
-@pytest.mark.slow
-def test_twenty_prompts_through_four_slots_give_the_tokens_each_gives_alone() -> None:
-    """The bundled model at its full length."""
-    capacity, new = 12_288, 24
-    several = Engine.from_pretrained("bundled", EngineConfig(batch_size=4, max_seq_len=capacity, dtype="fp32"))
-    alone = Engine.from_pretrained("bundled", EngineConfig(batch_size=1, max_seq_len=capacity, dtype="fp32"))
-    assert several.tokenizer is not None
-    text = several.tokenizer.encode((BUNDLED / "document.txt").read_text(encoding="utf-8"), bos=False) * 2
-    lengths = [round(3 * 4000 ** (i / 19)) for i in range(20)]
-    assert (min(lengths), max(lengths)) == (3, 12_000)
-    order = torch.randperm(20, generator=torch.Generator().manual_seed(0)).tolist()
-    prompts = [[1, *text[37 * i : 37 * i + lengths[i] - 1]] for i in order]
-    params = [SamplingParams(max_tokens=new + i % 5, ignore_eos=True) for i in range(20)]
-    together = several.generate(prompts, params)
-    assert several.stats.recompiles == 0
-    for prompt, param, row in zip(prompts, params, together, strict=True):
-        (by_itself,) = alone.generate([prompt], param)
-        assert row.tokens == by_itself.tokens, f"a prompt of {len(prompt)} tokens"
-    assert len({tuple(row.tokens) for row in together}) > 10
-
-
 def test_completions_come_in_the_order_of_the_prompts_whichever_finishes_first() -> None:
     one = engine(batch_size=2)
     params = [SamplingParams(max_tokens=n) for n in (30, 1, 2, 12, 1)]
@@ -171,14 +149,6 @@ def test_no_prompts_give_no_completions() -> None:
 def test_other_seeds_and_none_at_all_give_other_tokens(seeds: Sequence[int | None]) -> None:
     params = [SamplingParams(max_tokens=12, temperature=1.0, seed=seed) for seed in seeds]
     assert len({tuple(tokens) for tokens in tokens_of(engine().generate([PROMPTS[7]] * 8, params))}) == 8
-
-
-def test_sampling_that_leaves_one_token_is_greedy() -> None:
-    one = engine()
-    greedy = tokens_of(one.generate(PROMPTS[:6], SamplingParams(max_tokens=8)))
-    for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        params = SamplingParams(max_tokens=8, temperature=1.0, **narrow)
-        assert tokens_of(one.generate(PROMPTS[:6], params)) == greedy
 
 
 def test_one_parameter_set_serves_all_prompts_and_none_means_the_default() -> None:
@@ -317,6 +287,8 @@ PROMPT_REFUSED: list[tuple[Any, Any, str]] = [
     ([[1, 2, 258]], None, "258.* 0 to 257"),
     ([[1], [-1]], None, "prompt 1 .*-1"),
     ("a text", None, "list"),
+    (5, None, "prompts must be a list"),
+    ([([1], SamplingParams())], [SamplingParams()], "prompt 0 has its own SamplingParams"),
     ([[1]], SamplingParams(stop="x"), "no tokenizer"),
     ([[1], [2]], [SamplingParams()], "2 prompts .* got 1"),
     ([[1], [2]], [SamplingParams()] * 3, "2 prompts .* got 3"),
@@ -376,6 +348,11 @@ ENGINES_REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict
         (None, "needs a draft model"))),
     *(({}, {"policy": policy}, {}, {}, f"policy '{policy}' drafts without one")
       for policy in ("off", "streaming", "lookup", "hierarchy")),
+    ({"kv_dtype": "int8"}, {}, {"dtype": torch.float16}, None,
+     "kv_dtype 'int8' is not for models in fp16.* dtype 'bf16'"),
+    *(({"kv_dtype": kv}, draft, {}, None, f"{asked} reads half of an int8 cache: it needs kv_dtype 'int8', got {kv!r}")
+      for draft, asked in (({"policy": "quantized"}, "policy 'quantized'"),
+                           ({"policy": "quest", "kv_bits": 4}, "kv_bits 4")) for kv in (None, "bf16")),
 ]  # fmt: skip
 
 
@@ -384,9 +361,11 @@ def test_a_configuration_that_does_not_fit_the_models_is_refused(
     settings: dict[str, Any], draft: dict[str, Any], own: dict[str, Any], theirs: dict[str, Any] | None, sentence: str
 ) -> None:
     given = {"draft_model": "given"} if draft.get("policy") == "standalone" else {}
-    model, small = tiny_model(tiny_config(**own)), None if theirs is None else tiny_model(tiny_config(**theirs))
-    with pytest.raises(ValueError, match=sentence):
+    dtype, own = own.get("dtype", torch.float32), {name: value for name, value in own.items() if name != "dtype"}
+    model, small = (None if each is None else tiny_model(tiny_config(**each), dtype=dtype) for each in (own, theirs))
+    with pytest.raises(ValueError, match=sentence) as caught:
         tiny_engine(DraftConfig(**draft, **given), small, model=model, **settings)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_configuration_at_the_edge_of_the_model_runs() -> None:

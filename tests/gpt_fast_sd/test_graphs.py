@@ -27,8 +27,6 @@ from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.costs import steps_of
 from gpt_fast_sd.serving.calibration import time_selecting, time_steps
 from gpt_fast_sd.serving.cuda_graphs import GraphPool
-from gpt_fast_sd.serving.launch import Rounds
-from gpt_fast_sd.state import BatchState, RoundPlan
 from gpt_fast_sd.tp import Parallel
 from measuring.replay import Replay
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, tokens_of
@@ -89,12 +87,6 @@ def steady(cuda: Cuda, expected: list[list[int]]) -> Iterator[Engine]:
 
 
 # ---- which memory lives how long -------------------------------------------------------------------------------------
-
-
-def test_graphs_of_a_calibration_leave_a_pool_that_rounds_can_use(cuda: Cuda, expected: list[list[int]]) -> None:
-    one = engine(gamma="auto")
-    assert tokens(one) == expected
-    assert one.schedule.rounds.results_behind == 1 and len(one.schedule.in_flight) == 0
 
 
 def test_a_sweep_of_drafts_captures_round_after_round_into_one_pool(cuda: Cuda, expected: list[list[int]]) -> None:
@@ -277,57 +269,6 @@ def test_what_a_round_reads_on_the_host_asks_for_another_graph(name: str, cuda: 
     assert len(cuda.captures) > before
 
 
-@ONE_RULE
-def test_keys_in_view_ask_for_another_graph_at_each_doubling(cuda: Cuda) -> None:
-    one = engine(max_seq_len=2000)
-    counts = []
-    for n in (10, 300, 600, 700, 1200):
-        one.generate([random_ids(n)], SamplingParams(max_tokens=4, ignore_eos=True))
-        counts.append(len(cuda.captures))
-    assert [b - a for a, b in itertools.pairwise(counts)] == [0, 1, 0, 1]
-
-
-# what a round reads of Rounds, BatchState and its plan on the host, and who answers for it
-IN_THE_KEY = {"replay", "kind", "gamma", "n_keys", "width"}
-CLEARED = {"policy", "draft", "page", "capture"}
-FOR_GOOD = {"target", "state", "decode", "verify", "accept_compiled", "captured", "bodies"}
-FOR_GOOD |= {"vocab_size", "vocabulary", "table"}
-UNKNOWN = {"lengths", "ahead", "number", "follows_a_draft", "drafted_at"}  # to a plan to capture, see test_acceptance
-BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keeps
-
-
-@ONE_RULE
-@pytest.mark.parametrize(
-    "policy", few(["streaming", "guided", "quest", "snapkv", "lookup", "hierarchy"], ["guided", "snapkv", "lookup"])
-)
-def test_what_a_captured_round_reads_is_accounted_for(policy: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, read = engine(policy), set[str]()
-    one.warm_up()
-    capturing, capture = list[bool](), GraphPool.__call__
-
-    def noted(pool: GraphPool, part: Callable[[], Any]) -> Callable[[], Any]:
-        capturing.append(True)
-        try:
-            return capture(pool, part)
-        finally:
-            capturing.pop()
-
-    monkeypatch.setattr(GraphPool, "__call__", noted)
-    for kind in (Rounds, BatchState, RoundPlan):
-
-        def noting(self: Any, name: str) -> Any:
-            value = object.__getattribute__(self, name)
-            held_on_the_host = not isinstance(value, torch.Tensor) and not hasattr(value, "__self__")
-            if capturing and held_on_the_host and not name.startswith("__"):
-                read.add(name)
-            return value
-
-        monkeypatch.setattr(kind, "__getattribute__", noting, raising=False)
-    one.generate(PROMPTS, SAMPLED)
-    monkeypatch.undo()
-    assert {"policy", "n_keys", "kind"} <= read <= IN_THE_KEY | CLEARED | FOR_GOOD | UNKNOWN | BOOKS
-
-
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 CLOSED = "the engine is closed: build a new one"
@@ -419,28 +360,6 @@ def test_a_batch_job_ends_its_group_when_it_is_done(
     batch.main([str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *flags, *sizes])
     assert "process group destroyed" in cuda.events
     assert len((tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()) == 3
-
-
-# ---- the clock -------------------------------------------------------------------------------------------------------
-
-
-@ONE_RULE
-def test_seconds_of_captures_teach_the_planner_nothing(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, learned = engine(gamma="auto"), list[float | None]()
-    one.warm_up()
-    drafting_now_and_then(one, [3, 2, 3, 1])
-    ahead(monkeypatch, one.schedule.planner, "record_whole", lambda g, n, seconds, accepted: learned.append(seconds))
-    before, cuda.slow = len(cuda.captures), 1000.0
-    tokens(one)
-    n = len(cuda.captures) - before
-    assert n >= 3
-    assert one.stats.capture_seconds == pytest.approx(1000.0 * n, abs=100)
-    assert one.stats.decode_seconds < 100 and one.stats.prefill_seconds < 100
-    assert learned and all(seconds is None or seconds < 100 for seconds in learned)
-    assert any(learned), "rounds that follow others still teach"
-    assert one.stats.as_dict()["capture_seconds"] == one.stats.capture_seconds
-    tokens(one)
-    assert one.stats.capture_seconds == 0
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

@@ -223,17 +223,6 @@ def test_no_step_holds_more_than_the_plan_s_workspace(
         assert peak >= 0.3 * planned
 
 
-def test_keys_of_int8_are_widened_in_memory_that_is_planned_for() -> None:
-    """Of sixteen rows with one query each nothing else takes as much."""
-    model = tiny_model(tiny_config(n_heads=1, n_kv_heads=1, head_dim=64, vocab_size=64))
-    engine = tiny_engine(model=model, batch_size=16, max_seq_len=1_500, kv_dtype="int8")
-    plan = fill(engine, 1_400)
-    with torch.inference_mode(), LiveBytes("cpu") as live:
-        engine.schedule.rounds.device_round(plan)
-    planned = plan_of(engine.config, DraftConfig(), model.config).workspace
-    assert 0.5 * planned <= live.peak <= planned + SMALL
-
-
 @pytest.mark.parametrize("group", [1, 16, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch_size", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_observing_windows_holds_what_the_plan_says(
@@ -401,9 +390,7 @@ def test_packing_a_model_s_weights_is_planned_for(monkeypatch: pytest.MonkeyPatc
         for compiles in (True, False)
     ]
     assert max(copies) == 2 * 64_000 * 64
-    assert planned[0].workspace >= max(copies)
-    steps = planned[1].workspace
-    assert planned[0].workspace == max(steps, max(copies))
+    assert planned[0].workspace == max(planned[1].workspace, max(copies))
     small = replace(big, vocab_size=64, dim=4096, ffn_dim=8192)
     for other, draft in ((small, None), (big, small)):
         found = plan_of(config, DraftConfig(), other, draft, dtype=torch.bfloat16, packs=True).workspace

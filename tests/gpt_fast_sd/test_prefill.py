@@ -30,31 +30,31 @@ TEXT = random_ids(MAX_LEN, seed=1)
 OTHER = random_ids(MAX_LEN, seed=2)
 
 
-def prefill(n_slots: int = 3) -> Prefill:
+def prefill(n_slots: int = 3, form: str = "fp32") -> Prefill:
     """An eager prefill of the tiny model over an empty cache."""
-    cache = KVCache(MODEL.config, n_slots, MAX_LEN, format=FORMATS["fp32"], device=torch.device("cpu"))
+    cache = KVCache(MODEL.config, n_slots, MAX_LEN, format=FORMATS[form], device=torch.device("cpu"))
     return Prefill(Runner(MODEL, cache))
 
 
-def keys(one: Prefill, slot: int) -> Tensor:
-    """All keys and values of a slot: [2 * L, K, S, H]."""
-    cache = one.runner.cache
-    return torch.stack([buffer[slot] for buffer in cache.buffers])
+def spoil(one: Prefill, slot: int, start: int, end: int | None = None) -> None:
+    """Overwrite what a slot holds there, as decoding and its last occupant may have."""
+    for buffer in one.runner.cache.buffers:
+        buffer[slot, :, start:end] = float("nan") if buffer.is_floating_point() else 77
 
 
-def fresh(body: Sequence[int]) -> Tensor:
-    """Keys and values of body alone in a cache that held nothing before: [2 * L, K, T, H]."""
-    one = prefill(1)
-    assert one.fill(0, body) == len(body)
-    return keys(one, 0)[:, :, : len(body)]
+def keeps(one: Prefill, slot: int, body: Sequence[int]) -> bool:
+    """Whether the slot begins with what a prefill of body alone makes of an empty cache, bit for bit, scales too."""
+    alone = prefill(1, one.runner.cache.format.name)
+    assert alone.fill(0, body) == len(body)
+    both = zip(one.runner.cache.buffers, alone.runner.cache.buffers, strict=True)
+    return all(torch.equal(x[slot, :, : len(body)], y[0, :, : len(body)]) for x, y in both)
 
 
 def holds(one: Prefill, slot: int, body: Sequence[int]) -> bool:
-    """Whether the slot is what a fresh prefill makes it, bit for bit, with zeros past the last chunk."""
-    n_chunks = -(-len(body) // CHUNK)
-    got = keys(one, slot)
+    """Whether the slot is what a fresh prefill makes it, with zeros past the last chunk."""
+    past = -(-len(body) // CHUNK) * CHUNK
     assert int(one.runner.cache.seq_len[slot]) == one.held(slot) == len(body)
-    return torch.equal(got[:, :, : len(body)], fresh(body)) and not got[:, :, n_chunks * CHUNK :].any()
+    return keeps(one, slot, body) and not any(x[slot, :, past:].any() for x in one.runner.cache.buffers)
 
 
 # held before, requested -> tokens to compute: whole chunks from the first that differs, or nothing at all.
@@ -81,15 +81,13 @@ CASES: dict[str, tuple[list[int], list[int], int]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_reused_prefix_has_the_keys_of_a_fresh_prefill_bit_for_bit(case: str, source: int, poison: bool) -> None:
     held, body, computed = CASES[case]
-    one = prefill()
+    one = prefill(form=("fp32", "int8", "planes")[list(CASES).index(case) % 3])
     one.fill(source, held)
     one.fill(1 if source == 2 else 2, OTHER[:400])
     if poison:  # what decoding left behind a text, and what the slot's last occupant was
-        for buffer in one.runner.cache.buffers:
-            buffer[source, :, len(held) :] = float("nan")
-            if source != 1:
-                buffer[1] = float("nan")
+        spoil(one, source, len(held))
         if source != 1:
+            spoil(one, 1, 0)
             one.keep(1, 0)
     assert one.fill(1, body) == computed
     assert holds(one, 1, body)
@@ -107,10 +105,8 @@ def test_whatever_slots_held_before_each_holds_what_it_was_last_filled_with(data
         reused = max(len(body) if body == held else _common(body, held) // CHUNK * CHUNK for held in bodies)
         assert one.fill(slot, body) == len(body) - reused
         bodies[slot] = body
-        for buffer in one.runner.cache.buffers:  # decoding writes behind the text
-            buffer[slot, :, len(body) : len(body) + 9] = float("nan")
-    for slot, body in enumerate(bodies):
-        assert torch.equal(keys(one, slot)[:, :, : len(body)], fresh(body))
+        spoil(one, slot, len(body), len(body) + 9)  # decoding writes behind the text
+    assert all(keeps(one, slot, body) for slot, body in enumerate(bodies))
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -122,8 +118,7 @@ def test_a_slot_is_relied_on_no_further_than_it_is_kept() -> None:
     one = prefill()
     one.fill(0, TEXT[:600])
     one.keep(0, 2 * CHUNK - 1)
-    for buffer in one.runner.cache.buffers:
-        buffer[0, :, 2 * CHUNK - 1 :] = float("nan")
+    spoil(one, 0, 2 * CHUNK - 1)
     assert one.fill(1, TEXT[:600]) == 600 - CHUNK
     assert holds(one, 1, TEXT[:600])
     one.keep(0, -3)

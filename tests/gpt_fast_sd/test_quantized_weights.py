@@ -39,7 +39,7 @@ from gpt_fast_sd.tp import local_config
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.float8_folders import save_float8
 from tests.gpt_fast_sd.fast import references
-from tests.gpt_fast_sd.policies.drafting import compiles_once, tokens_of
+from tests.gpt_fast_sd.policies.drafting import tokens_of
 from tests.gpuless.live import LiveBytes
 from tests.helpers import few, random_ids, tiny_config, tiny_engine, tiny_model, whole_text_logits
 
@@ -184,12 +184,16 @@ def test_drafts_of_any_precision_give_what_plain_decoding_of_the_target_gives(na
 # ---- equalized keys -------------------------------------------------------------------------------------------------
 
 
-def with_a_large_bias() -> Transformer:
+def biases_of_keys(model: Transformer) -> list[Tensor]:
+    """Of each layer: [K, H]."""
+    return [block.attention.wqkv.bias.data.unflatten(0, (2, 6, -1))[:, 4] for block in model.layers]  # type: ignore[union-attr]
+
+
+def with_a_large_bias(**changes: Any) -> Transformer:
     """A model one of whose keys' dimensions is far larger than the others."""
-    model = model_of(qkv_bias=True)
-    for block in model.layers:
-        bias = block.attention.wqkv.bias.data.unflatten(0, (2, 6, 16))  # type: ignore[union-attr]
-        bias[:, 4, 3] = 300.0
+    model = model_of(qkv_bias=True, **changes)
+    for bias in biases_of_keys(model):
+        bias[:, 3] = 300.0
     return model
 
 
@@ -199,43 +203,38 @@ def test_keys_of_float8_weights_are_equalized_by_their_scales_and_no_bit_changes
     quantize(model, "float8")
     expected = whole_text_logits(model, ids)
     equalize_keys(model)
-    for block in model.layers:
-        bias = block.attention.wqkv.bias.unflatten(0, (2, 6, 16))  # type: ignore[union-attr]
-        assert bias[:, 4].abs().max() < 10
+    assert max(bias.abs().max() for bias in biases_of_keys(model)) < 10
     assert whole_text_logits(model, ids).equal(expected)
-
-
-@pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["int8", "float8"]))
-def test_keys_of_weights_that_are_quantized_as_they_are_read_are_equalized(name: str, tmp_path: Path) -> None:
-    save_hugging_face(with_a_large_bias(), tmp_path, dtype=torch.bfloat16)
-    model, config = (loaded := loaded_from(tmp_path, quantize=name)).model, loaded.config
-    whole = load_model(tmp_path, dtype=torch.bfloat16)
-    got = Engine(model, None, config).logits(random_ids(40))
-    assert got.equal(Engine(whole, None, config).logits(random_ids(40)))
-    for block in model.layers:
-        assert block.attention.wqkv.bias.unflatten(0, (2, 6, 16))[:, 4].abs().max() < 10  # type: ignore[union-attr]
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
+# fp32 numbers that are kept beside each row that is quantized at a time
+BESIDE = {("int8", "cpu"): 5, ("int4", "cpu"): 16, ("float8", "cuda"): 4, ("int4", "cuda"): 8}
 
-@pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", few(OF_CUDA, ["float8"]))
-def test_a_target_is_quantized_as_it_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At no time is more there than what is quantized, a matrix, and what is planned beside it."""
-    rows = 256 if name == "int4" else 64
+
+@pytest.mark.parametrize(("name", "place"), few(BESIDE, list(BESIDE)[:3]))
+def test_a_target_is_quantized_as_it_is_read_and_says_what_one_says_that_is_quantized_later(
+    name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """At no time is more there than what is quantized, a matrix and a half, and what is planned beside some rows."""
+    if place == "cuda":
+        request.getfixturevalue("as_on_cuda")
+    rows = 256 if (name, place) == ("int4", "cuda") else 64
     for module in (precisions, ops_int8):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", rows)
-    source = model_of(**WIDE)
+    monkeypatch.setattr(ops_int4, "AT_ONCE", rows * 1024)
+    source = with_a_large_bias(**WIDE, tie_embeddings=place == "cpu")
     save_hugging_face(source, tmp_path, dtype=torch.bfloat16)
     with LiveBytes() as live:
         loaded = loaded_from(tmp_path, quantize=name)
     held = bytes_held(loaded.model)
     assert loaded.plan.weights == held < 0.75 * bytes_held(source)
-    largest, beside = 2 * 2048 * 1024, 4 * TABLE[name]["cpu"].beside * rows * 1024
     # half of a matrix is stored, and read, by itself
-    assert live.peak <= held + 1.5 * largest + beside + 2**14
+    assert live.peak <= held + 1.5 * 2 * 2048 * 1024 + 4 * BESIDE[name, place] * rows * 1024 + 2**14
+    whole, ids = load_model(tmp_path, dtype=torch.bfloat16), random_ids(40)
+    got, expected = (Engine(model, None, loaded.config).logits(ids) for model in (loaded.model, whole))
+    assert got.equal(expected) and max(bias.abs().max() for bias in biases_of_keys(loaded.model)) < 10
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -381,36 +380,17 @@ def test_what_a_checkpoint_says_of_a_cache_is_left_to_the_user(tmp_path: Path) -
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_a_cpu_refuses_what_runs_on_cuda_before_weights_are_read(tmp_path: Path) -> None:
-    save_hugging_face(model_of(), tmp_path, dtype=torch.bfloat16)
-    (tmp_path / "model.safetensors").write_bytes(b"")  # what is in it is not looked at
-    for draft, changes, whose in ((DraftConfig(), {"quantize": "float8"}, ""),
-                                  (DraftConfig(policy="full", quantize="float8"), {}, " of a draft")):  # fmt: skip
-        said = f"quantize 'float8'{whose} runs on device 'cuda', and the model is on 'cpu': use 'int8' or 'int4'$"
+def test_a_cpu_refuses_what_it_does_not_run_before_weights_are_read(tmp_path: Path) -> None:
+    float8 = "runs on device 'cuda', and the model is on 'cpu': use 'int8' or 'int4'$"
+    for source, draft, changes, said in (
+        (model_of(), DraftConfig(), {"quantize": "float8"}, f"quantize 'float8' {float8}"),
+        (model_of(), DraftConfig(policy="full", quantize="float8"), {}, f"quantize 'float8' of a draft {float8}"),
+        (tiny_model(), DraftConfig(), {"quantize": "int4"}, f"quantize 'int4' {BY_32}"),
+    ):
+        save_hugging_face(source, tmp_path, dtype=torch.bfloat16)
+        (tmp_path / "model.safetensors").write_bytes(b"")  # what is in it is not looked at
         with pytest.raises(ValueError, match=said):
             loaded_from(tmp_path, draft, **changes)
-
-
-@pytest.mark.usefixtures("as_on_cuda")
-def test_a_draft_of_another_precision_than_a_quantized_target_is_refused() -> None:
-    model = model_of()
-    with pytest.raises(
-        ValueError, match=r"'float8' of a draft needs a target with plain weights, .* this one's are int4"
-    ):
-        tiny_engine(DraftConfig(policy="full", quantize="float8"), model=model, quantize="int4")
-    assert {precision_of(m) for m in linears_of(model)} == {None}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", OF_CUDA)
-def test_steps_over_a_librarys_tensors_are_compiled_for_one_layer_and_once(name: str) -> None:
-    draft = DraftConfig(policy="streaming", budget=40, gamma=3, quantize=name)
-    one = tiny_engine(draft, model=model_of(n_layers=3), quantize=name, compile=True)
-    for speculate in (True, False):
-        found = one.generate(PROMPTS, SamplingParams(max_tokens=12), speculate=speculate)
-        assert [len(c.tokens) for c in found] == [12] * 3
-        assert one.stats.recompiles == 0
 
 
 # ---- weights that run on a CPU ---------------------------------------------------------------------------------------
@@ -549,14 +529,6 @@ def test_a_draft_that_reads_all_is_accepted_often_and_not_always(precision: str,
     assert least < copied.stats.acceptance_rate < 1.0
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_drafts_for_a_target_of_their_precision_give_that_targets_tokens(precision: str) -> None:
-    plain = engine(quantize=precision)
-    one = engine(draft_of("streaming", gamma=3, quantize=precision), quantize=precision)
-    assert spoken(one) == spoken(plain)
-    assert one.policy is not None and one.policy.runner.model.layers is one.model.layers  # type: ignore[attr-defined]
-
-
 def test_another_draft_may_be_quantized_or_not() -> None:
     one = engine(draft_of("streaming", gamma=3))
     expected, before = spoken(one), bytes_of(one.model)
@@ -565,53 +537,48 @@ def test_another_draft_may_be_quantized_or_not() -> None:
         assert spoken(one) == expected and is_untouched(one.model, before)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("a_compiler")
-def test_steps_of_a_copy_are_compiled_once() -> None:
-    compiles_once("streaming", n_graphs=1, budget=40, quantize="int8")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_with_int4_weights_are_compiled_once(dtype: torch.dtype) -> None:
-    draft = draft_of("streaming", gamma=3, quantize="int4")
-    shape = tiny_config(vocab_size=512, dim=64, head_dim=32, ffn_dim=128)
-    one = tiny_engine(draft, model=tiny_model(shape, dtype=dtype), quantize="int4", compile=True)
-    first = spoken(one)
-    assert one.stats.recompiles == 0 and one.stats.drafted > 0
-    assert spoken(one) == first
-    if dtype == torch.float32:
-        assert spoken(tiny_engine(model=tiny_model(shape), quantize="int4")) == first
-
-
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
+ALREADY = "needs plain weights, and this model is quantized already"
+BY_32 = "needs inputs that 32 divides, and w_out has 48 and 32$"
+# a model, how an engine runs it already, the precision of another engine and of its draft
+REFUSED: list[tuple[Any, tuple[str | None, ...], str | None, str | None, str]] = [
+    (tiny_model, (), "int4", None, f"^quantize 'int4' {BY_32}"),
+    (tiny_model, (), None, "int4", f"^quantize 'int4' of a draft {BY_32}"),
+    (packable, ("int8",), None, None, "weights are quantized: pass the same quantize, or load the model again"),
+    (packable, ("int8",), "int4", None, f"quantize 'int4' {ALREADY}"),
+    (packable, ("int4",), "int8", None, f"quantize 'int8' {ALREADY}"),
+    # once a second engine quantized them in place, and the first one's target was another from then on
+    (packable, (None,), "int8", None, "runs this model's weights as they are: pass no quantize, or load the"),
+    (packable, (), "int8", "float8", "quantize 'float8' of a draft runs on device 'cuda'"),
+]
 
-def test_a_device_that_runs_no_such_draft_refuses_it() -> None:
-    model, cache = packable(), engine().cache
-    runner = Runner(model, cache)
-    meta = type("Meta", (Runner,), {"device": torch.device("meta")})(model, cache)
-    assert drafter(meta, None) is meta and drafter(runner, None) is runner
-    with pytest.raises(
-        ValueError, match=r"'int8' of a draft runs on device 'cpu' or 'cuda', and the model is on 'meta'$"
-    ):
-        drafter(meta, "int8")
 
-
-def test_int4_with_a_width_that_no_block_divides_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    model, draft = tiny_model(), DraftConfig(policy="streaming", budget=24, quantize="int4")
-    said = "needs inputs that 32 divides, and w_out has 48 and 32$"
-    with pytest.raises(ValueError, match=f"^quantize 'int4' {said}"):
-        tiny_engine(model=model, quantize="int4")
-    with pytest.raises(ValueError, match=f"^quantize 'int4' of a draft {said}"):
-        tiny_engine(draft, model=model)
-    one = tiny_engine(model=model)
+@pytest.mark.parametrize(("made", "runs", "quantize", "drafts", "said"), REFUSED)
+def test_weights_that_cannot_be_quantized_so_are_refused_and_stay_as_they_are(
+    made: Any, runs: tuple[str | None, ...], quantize: str | None, drafts: str | None, said: str
+) -> None:
+    model, draft = made(), DraftConfig(policy="streaming", budget=24, quantize=drafts) if drafts else None
+    engines = [tiny_engine(model=model, quantize=name) for name in runs]
+    kinds, before, ids = [type(m) for m in model.modules()], bytes_of(model), random_ids(40)
+    expected = [one.logits(ids) for one in engines]
     with pytest.raises(ValueError, match=said):
-        one.redraft(draft)
-    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {Linear}
-    save_hugging_face(model, tmp_path, dtype=torch.float32)
-    with pytest.raises(ValueError, match=f"quantize 'int4' {said}"):
-        load(tmp_path, dataclasses.replace(one.config, quantize="int4"), DraftConfig(), None)
+        tiny_engine(draft, model=model, quantize=quantize)
+    assert [type(m) for m in model.modules()] == kinds and is_untouched(model, before)
+    if draft and not quantize:
+        with pytest.raises(ValueError, match=said):
+            tiny_engine(model=model).redraft(draft)
+    assert all(one.logits(ids).equal(said) for one, said in zip(engines, expected, strict=True))
+    if runs:  # it may run once more as it does, and a copy of plain weights in any way
+        again, name = (model, runs[0]) if runs[0] else (copy.deepcopy(model), quantize)
+        tiny_engine(model=again, quantize=name)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_draft_of_another_precision_than_a_quantized_target_is_refused() -> None:
+    said = r"'float8' of a draft needs a target with plain weights, .* this one's are int4"
+    with pytest.raises(ValueError, match=said):
+        tiny_engine(DraftConfig(policy="full", quantize="float8"), model=model_of(), quantize="int4")
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -629,61 +596,3 @@ def test_the_plan_counts_what_copies_own(precision: str, name: str) -> None:
     assert one._plan.draft_weights == one._plan.parts["quantized draft weights"] == own
     without = dataclasses.replace(one._plan.system, draft=draft_of(name, gamma=3))
     assert MemoryPlan.of(without).draft_weights == 0
-
-
-@pytest.mark.parametrize(("precision", "other"), [("int8", "int4"), ("int4", "int8")])
-def test_weights_that_are_quantized_are_not_run_as_if_they_were_not(precision: str, other: str) -> None:
-    model = packable()
-    tiny_engine(model=model, quantize=precision)
-    with pytest.raises(ValueError, match=r"weights are quantized: pass the same quantize, or load the model again"):
-        tiny_engine(model=model)
-    with pytest.raises(ValueError, match=f"quantize '{other}' needs plain weights, and this model is quantized alread"):
-        tiny_engine(model=model, quantize=other)
-    tiny_engine(model=model, quantize=precision)
-
-
-def test_a_draft_that_does_not_run_leaves_the_target_as_it_is() -> None:
-    model, draft = packable(), DraftConfig(policy="streaming", quantize="float8")
-    with pytest.raises(ValueError, match="quantize 'float8' of a draft"):
-        tiny_engine(draft, model=model, quantize="int8")
-    assert not any(isinstance(m, Int8Linear) for m in model.modules())
-
-
-def test_weights_that_an_engine_runs_are_not_quantized_under_it() -> None:
-    """Once a second engine quantized them in place, and the first one's target was another from then on."""
-    model, ids = packable(), random_ids(40)
-    first = tiny_engine(model=model)
-    said = first.logits(ids)
-    with pytest.raises(ValueError, match="runs this model's weights as they are: pass no quantize, or load the"):
-        tiny_engine(model=model, quantize="int8")
-    assert first.logits(ids).equal(said)
-    tiny_engine(model=copy.deepcopy(model), quantize="int8")
-
-
-# ---- loading -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "changes", few([{}, {"tie_embeddings": True}, {"qkv_bias": True}], [{"qkv_bias": True}]), ids=str
-)
-@pytest.mark.parametrize(("precision", "copies"), [("int8", 5), ("int4", 16)])
-def test_a_target_is_quantized_as_it_is_read_and_says_what_one_says_that_is_quantized_later(
-    precision: str, copies: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At no time is more there than what is quantized, a matrix and a half, and rows of it in fp32, a few times."""
-    monkeypatch.setattr(ops_int8, "ROWS_AT_ONCE", 8)
-    monkeypatch.setattr(ops_int4, "AT_ONCE", 8 * 160)
-    source = tiny_model(tiny_config(n_layers=6, dim=64, ffn_dim=160, **changes), dtype=torch.bfloat16)
-    save_hugging_face(source, tmp_path, dtype=torch.bfloat16)
-    config = EngineConfig(
-        batch_size=1, max_seq_len=300, device="cpu", dtype="bf16", compile=False, quantize=precision, kv_dtype="bf16"
-    )
-    with LiveBytes() as live:
-        loaded = load(tmp_path, config, DraftConfig(), None)
-    held = sum(p.nbytes for p in loaded.model.parameters())
-    assert loaded.plan.weights == held < 0.75 * sum(p.nbytes for p in source.parameters())
-    largest = 2 * 320 * 64
-    assert live.peak <= held + 1.5 * largest + copies * 4 * 8 * 160 + 4096  # and tables of few bytes
-    whole = load_model(tmp_path, dtype=torch.bfloat16)  # which an engine quantizes later
-    expected = Engine(whole, None, config).logits(random_ids(40))
-    assert Engine(loaded.model, None, config).logits(random_ids(40)).equal(expected)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpt_fast_sd import DraftConfig, EngineConfig, registry
-from gpt_fast_sd.loading import MemoryPlan, System
+from gpt_fast_sd import DraftConfig, registry
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy, View
 from gpt_fast_sd.state import BatchState, RoundPlan
@@ -23,7 +22,6 @@ from scripts import generate
 from tests.drafts import PLANES, POLICIES, VIEWS
 from tests.gpt_fast_sd.test_rounds import GREEDY, PROMPTS, captured, engine
 from tests.gpt_fast_sd.test_speculation import speculation_changes_nothing
-from tests.helpers import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,16 +84,6 @@ def test_a_registered_policy_drafts_without_a_change_of_what_is_said(toy: str) -
     eager, later, plain = (one.generate(PROMPTS, GREEDY) for one in (engine(toy), captured(toy), engine("off")))
     assert [c.tokens for c in eager] == [c.tokens for c in later] == [c.tokens for c in plain]
     assert sum(sum(c.stats.drafted_by_position) for c in eager) > 0
-
-
-def test_a_registered_policy_is_planned_for(toy: str) -> None:
-    def plan(draft: DraftConfig) -> MemoryPlan:
-        return MemoryPlan.of(
-            System(config=EngineConfig(max_seq_len=512), draft=draft, model=tiny_config(), dtype=torch.float32)
-        )
-
-    assert plan(DraftConfig(policy=toy, gamma=16)).total > plan(DraftConfig()).total  # logits of more tokens
-    assert plan(DraftConfig(policy=toy)).policy == 0
 
 
 def test_a_registered_policy_is_a_flag(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import SamplingParams, sampling
+from gpt_fast_sd import SamplingParams
+from gpt_fast_sd.fast import likeliest
 from gpt_fast_sd.sampling import Kind, draw, probabilities, uniform
+from tests.gpt_fast_sd.fast.rows import expected, found, full_of_ties, paired, rows_of_every_kind
 from tests.helpers import chi_square, table_of
 
 N_DRAWS = 50_000
@@ -75,14 +77,6 @@ def test_any_mix_of_filters_gives_the_slow_distribution(vocab_size: int, levels:
     assert np.abs(p.sum(-1, dtype=np.float64) - 1).max() <= 1e-5
 
 
-def test_a_greedy_row_is_one_hot_at_the_lowest_id_of_equals() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], [-5.0, -1.0, -3.0, -1.0]])
-    for filtered in (True, False):
-        p = probabilities(logits, table_of([SamplingParams()] * 3, 4), filtered=filtered)
-        assert p.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]]
-        assert draw(p, torch.tensor([0.0, 0.5, BELOW_1])).tolist() == [1, 0, 1]
-
-
 KEPT: list[tuple[list[float], dict[str, float], list[int]]] = [  # weights, filters -> the ids that stay
     ([2, 1, 2, 1, 1], {"top_k": 3}, [0, 1, 2, 3, 4]),  # those equal to the third stay
     ([2, 1, 2, 1, 1], {"top_k": 2}, [0, 2]),
@@ -103,6 +97,19 @@ def test_what_stays_is_what_a_walk_by_hand_keeps() -> None:
         p = probabilities(w.log()[None], table_of([params], len(w)))[0]
         assert p.nonzero()[:, 0].tolist() == ids, (weights, filters)
         torch.testing.assert_close(p[ids], w[ids] / w[ids].sum())
+
+
+@pytest.mark.parametrize("n_vocab", [1, 2, 17, 100, 300])
+def test_the_search_for_the_cut_keeps_what_plain_python_keeps_in_fractions(n_vocab: int) -> None:
+    top_p = ["1e-12", "0.1", "0.5", "0.73", "0.9", "0.999", "1"]
+    for rows in (paired(rows_of_every_kind(n_vocab), top_p), full_of_ties(500, min(12, n_vocab))):
+        assert found(likeliest, *rows) == expected(*rows)
+
+
+def test_what_weighs_less_than_the_unit_of_the_sums_moves_no_cut() -> None:
+    """Half of six tokens and of a seventh that weighs 2**-45 of one: three, where fractions would ask for a fourth."""
+    scores = torch.tensor([[0.0] * 6 + [-31.0]])
+    assert found(likeliest, scores, [7], ["0.5"]) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("filtered", [True, False])
@@ -251,11 +258,6 @@ def test_uniform_is_the_function_it_says_it_is() -> None:
         expected = [[slow_uniform(s, at, stream) for at in row] for s, row in zip(
             seed[:6].tolist(), position[:24].view(6, 4).tolist(), strict=True)]  # fmt: skip
         assert several.tolist() == expected
-
-
-def test_every_kind_of_decision_has_a_stream_of_its_own() -> None:
-    streams = [value for name, value in vars(sampling).items() if name.endswith("_STREAM")]
-    assert len(set(streams)) == len(streams) == 5
 
 
 N = torch.arange(N_DRAWS)

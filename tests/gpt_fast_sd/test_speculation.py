@@ -6,7 +6,6 @@ Shapes: B slots, T tokens, V vocabulary, gamma tokens drafted per round.
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -17,22 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
-from gpt_fast_sd.model import KV, SPLIT, KVCache, ModelConfig, Transformer
+from gpt_fast_sd.model import KV, SPLIT, ModelConfig, Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy, ModelDraft
-from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA
-from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.serving.requests import Completion, RoundEvent, TokenEvent
 from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.drafts import MIXTURES, POLICIES, VIEWS, draft_of
-from tests.gpt_fast_sd.policies.drafting import (
-    compiles_once,
-    drafting_now_and_then,
-    entries,
-    nearly,
-    prefilled,
-    tokens_of,
-)
-from tests.gpuless.recorder import capture
+from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, entries, nearly, prefilled, tokens_of
 from tests.helpers import ahead, few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
 
 # ---- rounds counted by hand: a model that counts, and drafts that are right as often as the test says ---------------
@@ -279,32 +268,6 @@ def test_accounts_add_up(name: str) -> None:
     assert not any(each.read or each.draft_seconds or event.refused for each in rounds for event in each.events)
 
 
-@pytest.mark.parametrize("name", few(POLICIES, ["snapkv", "guided", "standalone", "lookup"]))
-def test_gamma_that_is_chosen_or_varies_changes_no_token(name: str) -> None:
-    one = speculator(name, "auto")
-    assert tokens_of(one.generate(PROMPTS, PARAMS)) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
-    drafting_now_and_then(one, [0, 8, 0, 0, 3, 1, 6])
-    assert tokens_of(one.generate(PROMPTS, PARAMS)) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
-    assert len(one.stats.rounds_by_gamma) >= 4
-
-
-@pytest.mark.parametrize("name", few(["off", *POLICIES], ["off", "quest", "hierarchy over standalone"]))
-def test_a_stream_left_half_way_leaves_the_engine_as_good_as_new(name: str) -> None:
-    one, fresh = speculator(name), speculator(name).generate(PROMPTS, PARAMS)
-    for leave in ("close", "forget"):
-        stream: Any = one.stream(PROMPTS[2:], SamplingParams(max_tokens=40))
-        for _ in range(7):
-            next(stream)
-        if leave == "close":
-            stream.close()
-        del stream
-        gc.collect()
-        assert not any(one.schedule.slots) and not one.state.active.any()
-    got = one.generate(PROMPTS, PARAMS)
-    assert tokens_of(got) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
-    assert [c.stats.accepted_by_position for c in got] == [c.stats.accepted_by_position for c in fresh]
-
-
 @pytest.mark.parametrize(
     "name", few([*POLICIES, *MIXTURES], ["streaming", "lookup", "standalone", "hierarchy, guided"])
 )
@@ -353,26 +316,6 @@ def listen(one: Engine, **call: Any) -> list[RoundEvent]:
     one.on_round = told.append
     one.generate(TOLD, AT_TIMES, **call)
     return told
-
-
-@pytest.mark.parametrize("policy", few(["streaming", "snapkv", "lookup"], ["snapkv"]))
-def test_captured_rounds_tell_the_same_refusals_and_neither_views_nor_parts(policy: str) -> None:
-    told = []
-    for captured in (False, True):
-        one = speaker(policy)
-        if captured:
-            one.schedule.rounds.capture = capture
-        by_prompt: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-        for each in listen(one):
-            assert not captured or not (each.read or each.draft_seconds or each.verify_seconds)
-            for event in each.events:
-                assert len(event.refused) == event.drafted - event.accepted
-                by_prompt[event.index].append((event.tokens, event.refused))
-        told.append(by_prompt)
-    for index in range(3):  # near a row's end captured rounds draft on, and no more of it counts
-        eager, later = told[0][index], told[1][index]
-        assert later[:-2] == eager[:-2]
-        assert [t for tokens, _ in later for t in tokens] == [t for tokens, _ in eager for t in tokens]
 
 
 @pytest.mark.parametrize("policy", ["streaming", "guided", "hierarchy"])
@@ -476,42 +419,6 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(name: str, promp
     assert len(n_accepted) >= 2 or name == "lookup"  # rows went on by different amounts
 
 
-def caches_of(one: Engine) -> list[KVCache]:
-    """The target's cache, and those that drafting models have of their own."""
-    levels = (one.policy, getattr(one.policy, "cheap", None))
-    own = [level.runner.cache for level in levels if isinstance(level, StandaloneDraft)]
-    return [one.cache, *own]
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_no_row_is_written_except_past_its_own_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MagicDec's stop after 80 tokens let a row run over into the pages of the next."""
-    one, gamma = speculator(name), 4
-    reach = gamma + (CHEAP_GAMMA if name.startswith("hierarchy") else 0)  # positions behind the pending token's
-    launch, n_written = one.schedule._launch, []
-
-    def watched(speculate: bool) -> bool:
-        lengths = one.cache.seq_len[:, None]  # [B, 1]
-        place = torch.arange(one.cache.layers[0].k.shape[2])  # [S]
-        before = [x.clone() for cache in caches_of(one) for x in cache.buffers]
-        # a standalone draft feeds up to three tokens again
-        spare = (place >= one.cache.capacity) & ~one.state.active[:, None]  # never in view: where free slots write
-        beyond = (place > lengths + reach) & ~spare
-        untouched = [((place < lengths - n) & ~spare) | beyond for n in (0, 2)]
-        launched = launch(speculate)
-        n_written.append(0)
-        for i, cache in enumerate(caches_of(one)):
-            for x in cache.buffers:
-                changed = (x != before.pop(0)).any(3).any(1)  # [B, S]
-                assert not (changed & untouched[i]).any()
-                n_written[-1] += int(changed.sum())
-        return launched
-
-    monkeypatch.setattr(one.schedule, "_launch", watched)
-    one.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))
-    assert min(n_written) > 0
-
-
 @pytest.mark.parametrize(
     "name", few(POLICIES, ["streaming", "quest", "guided", "early_exit", "hierarchy over standalone"])
 )
@@ -564,25 +471,38 @@ def test_engines_of_different_shape_and_policy_take_turns_in_one_process() -> No
     assert all(one.stats.drafted for one in engines[1:])
 
 
-ONE_LAYER, DEEP = tiny_model(tiny_config(n_layers=1)), tiny_model(tiny_config(n_layers=4))
-COMPILED: list[tuple[str, int, dict[str, Any]]] = [  # policy, graphs that its steps need, draft
-    ("streaming", 1, {"budget": 24}),
-    ("full", 1, {}),
-    ("snapkv", 2, {"budget": 80}),  # the draft step, and what selecting needs
-    ("quest", 1, {"budget": 80}),
-    ("guided", 1, {"budget": 80}),
-    ("early_exit", 1, {"view": "guided", "budget": 64, "model": DEEP}),
-    ("lookup", 0, {}),
-    # the prefill, the two-token step and the one-token step
-    ("standalone", 3, {"view": "full", "draft_model": nearly(tiny_model(), by=0.05)}),
-    ("hierarchy", 1, {"budget": 24, "model": ONE_LAYER}),
-    # the middle step; of the cheap level the prefill, the three-token step and the one-token step
-    ("hierarchy", 4, {"budget": 32, "model": ONE_LAYER, "cheap": "standalone", "draft_model": ONE_LAYER}),
-]
-
-
 @pytest.mark.usefixtures("a_compiler")
 @pytest.mark.slow  # Inductor builds all; test_ways counts the graphs of all policies without it
-@pytest.mark.parametrize(("policy", "n_graphs", "draft"), COMPILED)
-def test_a_compiled_policy_is_the_eager_one(policy: str, n_graphs: int, draft: dict[str, Any]) -> None:
-    compiles_once(policy, n_graphs=n_graphs, **draft)
+@pytest.mark.parametrize(
+    ("name", "quantize", "kv_dtype"),
+    [*((name, None, None) for name in POLICIES), ("streaming", "int8", None),
+     *((name, None, "int8") for name in ("snapkv", "quantized", "guided x planes", "quest x planes"))],
+)  # fmt: skip
+def test_a_compiled_policy_is_the_eager_one_and_is_compiled_when_the_engine_warms_up(
+    name: str, quantize: str | None, kv_dtype: str | None
+) -> None:
+    draft, wanted = draft_of(name, 4, quantize=quantize), {"batch_size": 2, "max_seq_len": 1300, "kv_dtype": kv_dtype}
+    theirs = nearly(tiny_model(), by=0.05) if draft.draft_model else None
+    compiled, eager = (tiny_engine(draft, theirs, compile=compile, **wanted) for compile in (True, False))
+    prompts = [random_ids(n, seed=n) for n in (1, 3, 255, 258, 600, 1240)]
+    params = [SamplingParams(max_tokens=n) for n in (30, 2, 12, 5, 7, 60)]
+    for one in (compiled, eager):
+        drafting_now_and_then(one, [4, 3, 0, 4, 1, 2])
+    compiled.warm_up()
+    graphs = compiled.schedule.graphs
+    got = tokens_of(compiled.generate(prompts, params))
+    assert sorted(compiled.stats.rounds_by_gamma) == [0, 1, 2, 3, 4] and compiled.stats.recompiles == 0
+    assert got == tokens_of(eager.generate(prompts, params))
+    if draft.view_name in (
+        "snapkv",
+        "quest",
+        "guided",
+    ):  # fp32 sums in another order: a draft may flip where logits nearly tie
+        assert abs(compiled.stats.accepted - eager.stats.accepted) <= 0.02 * eager.stats.drafted
+    else:
+        assert compiled.stats.drafted_by_position == eager.stats.drafted_by_position
+        assert compiled.stats.accepted_by_position == eager.stats.accepted_by_position
+    compiled.generate(prompts, [SamplingParams(max_tokens=5, temperature=0.5 * i, seed=i) for i in range(len(prompts))])
+    assert tokens_of(compiled.generate(prompts, params, speculate=False)) == got
+    compiled.generate(prompts, params)
+    assert compiled.stats.recompiles == 0 and compiled.schedule.graphs == graphs

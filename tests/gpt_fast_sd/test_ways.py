@@ -89,18 +89,6 @@ def test_every_kind_of_sampling_runs_with_gamma_auto_in_a_bounded_number_of_grap
     assert one.schedule.graphs == before
 
 
-@pytest.mark.slow
-def test_a_sweep_adds_no_graph_of_the_target_but_one_a_page_of_mass() -> None:
-    one = an_engine("streaming", 1)
-    for policy, page in (("streaming", 16), ("guided", 16), ("guided", 32)):
-        for gamma in (1, 2, 16):  # none, one and several drafts are judged apart; 16 are the most
-            one.redraft(DraftConfig(policy=policy, budget=100, gamma=gamma, page=page))
-            as_captured(one)
-            assert tokens_of(one.generate(PROMPTS, GREEDY)) == plain(), (policy, gamma)
-    assert one.schedule.rounds.decode.graphs == 1 and one.schedule.rounds.accept_compiled.graphs == 3
-    assert one.schedule.rounds.verify.graphs == 3  # without mass, and with it by pages of 16 and of 32 keys
-
-
 AOT = "aot_eager_decomp_partition"  # operators are taken apart as Inductor takes them apart, and then run
 
 
@@ -139,10 +127,3 @@ def test_drafting_less_at_a_text_s_end_is_no_other_graph(kinds: list[SamplingPar
         one.generate(PROMPTS, params)
         assert len(one.stats.rounds_by_gamma) > 1
     assert one.schedule.rounds.accept_compiled.graphs <= 9 and one.schedule.rounds.verify.graphs == 1
-
-
-@pytest.mark.slow
-def test_exact_mode_has_one_width() -> None:
-    one = an_engine("guided", 4, exact=True)
-    one.generate(PROMPTS, MIXED)
-    assert one.schedule.rounds.decode.graphs == 0 and one.schedule.rounds.verify.graphs == 1

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.bodies import CORE, Bodies
@@ -183,7 +184,7 @@ def test_so_it_is_with_quantized_weights_and_over_the_upper_plane_and_a_tail(
 
 @needs_kernel
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_tokens_bits_depend_on_its_row_alone(threads: None, cache: str) -> None:
+def test_a_tokens_bits_depend_on_its_row_alone(cache: str) -> None:
     """Neither on how many tokens are fed together, nor on other rows, nor on threads: so drafts are judged exactly."""
     model = model_of("qwen2")
     ways, whole = Ways(model, cache), Fused(model)
@@ -286,8 +287,8 @@ class Capped(Attention):
     """Attention of another family."""
 
 
-def hooked(model: Transformer) -> None:
-    model.layers[1].register_forward_hook(lambda *_: None)
+def patched(module: Any, name: str = "forward") -> None:
+    vars(module)[name] = lambda x, *_: x
 
 
 CHANGES: dict[str, Callable[[Transformer], object]] = {
@@ -295,7 +296,11 @@ CHANGES: dict[str, Callable[[Transformer], object]] = {
     "another attention": lambda m: setattr(m.layers[2].attention, "__class__", Capped),
     "a norm with an eps of its own": lambda m: setattr(m.layers[0].ffn_norm, "eps", 1e-3),
     "another norm": lambda m: m.layers[0].set_submodule("ffn_norm", torch.nn.LayerNorm(64, dtype=BF16)),
-    "a hook": hooked,
+    "a hook": lambda m: m.layers[1].register_forward_hook(lambda *_: None),
+    "another way through a model": lambda m: patched(m, "hidden"),
+    "another way through a block": lambda m: patched(m.layers[0]),
+    "another way through a norm": lambda m: patched(m.layers[0].ffn_norm),
+    "another way through an embedding": lambda m: patched(m.embedding),
 }
 
 
@@ -312,6 +317,11 @@ def test_what_it_does_not_serve_is_compiled() -> None:
         changed = model_of("llama")
         change(changed)
         assert not fuses(changed, cache_of(changed)), what
+    with register_module_forward_hook(lambda *_: None):
+        assert not fuses(model, cache_of(model)), "a hook of all modules"
+    derived = cache_of(model)
+    derived.format = type("Own", (type(derived.format),), {})("bf16", BF16)
+    assert not fuses(model, derived), "a format of somebody's own"
     for head_dim in (8, 24, 100, 272):  # not served by attention, though all products pack
         odd = tiny_model(replace(CONFIG, n_heads=8, n_kv_heads=4, head_dim=head_dim), dtype=BF16)
         assert pack_linears(odd) and not fuses(odd, cache_of(odd))
@@ -339,16 +349,6 @@ def test_weights_that_the_kernel_would_misread_are_refused() -> None:
     model.layers[2].ffn_norm.weight.data = model.layers[2].ffn_norm.weight.data.float()
     with pytest.raises(TypeError, match="contiguous and bf16"):
         Ways(model_of("llama")).step(Fused(model), 1)
-
-
-def test_a_model_that_is_cast_keeps_its_frequencies() -> None:
-    for casts in ([BF16], [torch.float16, BF16], [BF16, torch.float32]):
-        model = Transformer(CONFIG)
-        expected = model.rope_freqs.clone()
-        for dtype in casts:
-            model = model.to(dtype)
-        assert model.rope_freqs.dtype == torch.float32 and torch.equal(model.rope_freqs, expected)
-    assert Transformer(CONFIG).double().float().rope_freqs.dtype == torch.float32
 
 
 @needs_kernel

@@ -16,7 +16,7 @@ from torch import nn
 
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.quantization import table
-from gpt_fast_sd.quantization.quantize import draft_copy, drafter, quantize
+from gpt_fast_sd.quantization.quantize import draft_copy, quantize
 from gpt_fast_sd.quantization.table import precision_of, require_precision, require_sizes
 from gpt_fast_sd.tp import local_config
 from tests.gpt_fast_sd.cuda.rig import CUDA, LAYERS, fake_rig
@@ -147,25 +147,6 @@ def test_a_gpu_whose_library_has_no_product_of_float8_rows_is_refused_at_the_doo
         require_precision("float8", CUDA, torch.bfloat16)
 
 
-def test_sizes_that_float8_does_not_take_are_refused() -> None:
-    with fake_cuda_tensors(), gpu():
-        rig = fake_rig()
-        odd = nn.Linear(512, 1000, bias=False, device=CUDA, dtype=torch.bfloat16)
-        rig.model.output = odd  # type: ignore[assignment]
-        runner = rig.runner
-        with pytest.raises(ValueError, match=r"needs sizes that 16 divides, and a weight has \[1000, 512\]"):
-            drafter(runner, "float8")
-
-
-def test_a_vocabulary_that_the_head_of_a_copy_does_not_take_is_refused() -> None:
-    """Models that were given tokens of their own have such ones: 32,002, 128,258."""
-    odd = replace(LLAMA_8B, vocab_size=128_258)
-    require_sizes("float8", CUDA, odd, 1)  # a target's head keeps its dtype
-    require_sizes("int4", CUDA, odd, 1, of_draft=True)  # and the copy's head is int8
-    with pytest.raises(ValueError, match=r"outputs that 16 divides, and the output head has 4,096 and 128,258$"):
-        require_sizes("float8", CUDA, odd, 1, of_draft=True)
-
-
 LLAMA_8B = ModelConfig(
     vocab_size=128_256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14_336, max_seq_len=8192
 )
@@ -179,6 +160,8 @@ LLAMA_8B = ModelConfig(
         ("int4", {"ffn_dim": 14_400}, 1, "needs inputs that 128 divides and outputs that 8 divides, and w_out has"),
         ("float8", {"ffn_dim": 14_344}, 1, "needs inputs that 16 divides and outputs that 16 divides, and w_out has"),
         ("float8", {"n_heads": 33, "n_kv_heads": 1, "head_dim": 40}, 1, "and wqkv has 4,096 and 1,400$"),
+        # models that were given tokens of their own have such vocabularies
+        ("float8", {"vocab_size": 128_258}, 1, "outputs that 16 divides, and the output head has 4,096 and 128,258$"),
     ],
 )
 def test_sizes_that_a_precision_does_not_take_are_refused(
@@ -186,6 +169,10 @@ def test_sizes_that_a_precision_does_not_take_are_refused(
 ) -> None:
     require_sizes(name, CUDA, LLAMA_8B, 1)
     require_sizes("int8", CUDA, local_config(LLAMA_8B, ranks), ranks)
+    shape, of_copy = local_config(replace(LLAMA_8B, **changes), ranks), "vocab_size" in changes
+    if of_copy:
+        require_sizes(name, CUDA, shape, 1)  # a target's head keeps its dtype
+        require_sizes("int4", CUDA, shape, 1, of_draft=True)  # and the head of that copy is int8
     with pytest.raises(ValueError, match=said) as caught:
-        require_sizes(name, CUDA, local_config(replace(LLAMA_8B, **changes), ranks), ranks)
+        require_sizes(name, CUDA, shape, ranks, of_draft=of_copy)
     assert "\n" not in str(caught.value)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt_fast_sd.acceptance import verify_greedy, verify_sampled
 from gpt_fast_sd.draft import draft_step
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.sampling import Kind
@@ -33,16 +32,6 @@ TO_CAPTURE = RoundPlan(gamma=GAMMA, n_keys=CAPACITY - GAMMA, captured=True)
 def rig() -> Iterator[Rig]:
     with fake_cuda_tensors(), torch.inference_mode():
         yield fake_rig()
-
-
-def test_verdicts_and_their_commit_do_not_wait(rig: Rig) -> None:
-    vocab, tokens, max_accept = rig.state.vocab_size, rig.tokens(GAMMA), rig.state.remaining
-    logits = torch.zeros(SLOTS, GAMMA + 1, vocab, device=rig.cache.seq_len.device)
-    p, u = logits.softmax(-1), torch.zeros(SLOTS, GAMMA + 1, device=logits.device)
-    result = verify_greedy(logits, tokens, max_accept)
-    assert waits(lambda: verify_greedy(logits, tokens, max_accept)) == []
-    assert waits(lambda: verify_sampled(p, p[:, 1:], tokens, max_accept, u[:, 1:], u)) == []
-    assert waits(lambda: rig.state.commit(tokens, max_accept, result)) == []
 
 
 @pytest.mark.parametrize("name", VIEWS)

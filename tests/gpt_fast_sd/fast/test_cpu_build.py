@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,16 +25,23 @@ from tests.helpers import random_ids, tiny_config, tiny_model
 HEAD_DIM = 16
 
 
-@pytest.fixture
-def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the kernels that a wheel has for this CPU's plainest set and AVX2, of 16 dims."""
+@pytest.fixture(scope="module")
+def of_a_wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """AVX2 or this CPU's plainest set, and a folder with the kernels that a wheel has for it, of 16 dims."""
     if not kernels.packing_builds():
         pytest.skip("no compiler here builds the kernels")
-    here = {one.name for one in cpu_sets.sets_here()}
+    here, folder = {one.name for one in cpu_sets.sets_here()}, tmp_path_factory.mktemp("wheel")
     name = next(name for name in ("avx2", "neon", "plain") if name in here)
-    folder: Path = tmp_path / "built"
     for job in kernels.kernels_to_build([kernels.sets_of_this_kind()[name]], [HEAD_DIM]):
-        assert kernels.build_kernel(job, tmp_path).parent == folder
+        assert kernels.build_kernel(job, folder).parent == folder / "built"
+    return name, folder / "built"
+
+
+@pytest.fixture
+def built(of_a_wheel: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a copy of those kernels, which are found there."""
+    name, whole = of_a_wheel
+    folder = shutil.copytree(whole, tmp_path / "built")
     for module in (cpu_build, beforehand):
         monkeypatch.setattr(module, "BUILT", folder)
     monkeypatch.setenv(cpu_sets.VARIABLE, name)

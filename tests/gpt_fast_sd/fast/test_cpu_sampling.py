@@ -31,18 +31,10 @@ pytestmark = pytest.mark.usefixtures("instructions")
 
 LARGE = 49_152
 FILTERS = [
-    {},
-    {"top_p": 0.95},
-    {"top_p": 0.999999},
-    {"top_p": 1e-9},
-    {"top_k": 50},
-    {"top_k": 1},
-    {"top_k": LARGE - 1, "top_p": 0.9},
+    {}, {"top_p": 0.95}, {"top_p": 0.999999}, {"top_p": 1e-9}, {"top_k": 50}, {"top_k": 1}, {"min_p": 0.05},
+    {"min_p": 1.0}, {"top_k": LARGE - 1, "top_p": 0.9}, {"top_k": 3000, "top_p": 0.97, "min_p": 0.01},
     {"top_k": 20_000},  # more than there are sets' best ones
-    {"min_p": 0.05},
-    {"min_p": 1.0},
-    {"top_k": 3000, "top_p": 0.97, "min_p": 0.01},
-]
+]  # fmt: skip
 
 
 def spread(logits: Tensor, top_k: list[int], top_p: list[float], *, min_p: float = 0.0, by: float = 1.0) -> Tensor:
@@ -123,7 +115,8 @@ def test_a_row_that_holds_nan_is_nan_and_alone_in_it() -> None:
 
 def test_a_small_vocabulary_needs_no_compiler() -> None:
     assert not kernels.cpu_sampling_fits(torch.zeros(8, 4096)) and kernels.cpu_sampling_fits(torch.zeros(1, LARGE))
-    assert not kernels.cpu_sampling_fits(torch.zeros(8, LARGE, device="meta"))
+    assert not kernels.cpu_sampling_fits(torch.zeros(8, LARGE, device="meta"))  # which is left to PyTorch
+    assert kernels.cpu_round_serves(torch.device("cpu")) and not kernels.cpu_round_serves(torch.device("meta"))
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
@@ -236,10 +229,6 @@ def test_a_row_without_room_for_a_round_is_refused_and_nothing_is_written() -> N
     with pytest.raises(IndexError, match="1 of 2 rows have no room for 4 more tokens"):
         state.commit(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]), result)
     assert state.history.equal(before.history) and state.remaining.equal(before.remaining)
-
-
-def test_what_is_on_another_device_is_left_to_pytorch() -> None:
-    assert kernels.cpu_round_serves(torch.device("cpu")) and not kernels.cpu_round_serves(torch.device("meta"))
 
 
 @pytest.mark.parametrize("n_vocab", [1, 16, 255, 256, 257, 5000])

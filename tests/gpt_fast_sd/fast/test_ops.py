@@ -104,16 +104,13 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "decode_attention": lambda: (*dense(), 256),
     "decode_attention one": lambda: (*dense(1), 256),
     "decode_attention_with_mass": lambda: (*dense(), 256, 64),
-    "decode_attention_with_mass one": lambda: (*dense(1), 256, 64),
     "sparse_attention": lambda: (
         queries(), *layer(), kv_indices(), window_start(), 16, places(), 256, 16,
     ),
     "prefill_attention": lambda: dense(),
     "prefill_attention one": lambda: dense(1),
     "prefill_attention_with_lse": lambda: dense(),
-    "prefill_attention_with_lse one": lambda: dense(1),
     "key_mass": lambda: (queries(), *layer(), torch.zeros(B, N, T), places(), 256, 64),
-    "key_mass one": lambda: (queries(1), *layer(), torch.zeros(B, N, 1), places(1), 256, 1),
     "top_pages": lambda: (torch.randn(B, K, 20), torch.tensor([[20], [3]]), 5),
     "guided_select": lambda: (
         torch.rand(2, B, K, 20), kv_indices().repeat(2, 1, 1, 1), torch.tensor([True, False]), torch.tensor([6, 6]), 16,
@@ -124,6 +121,11 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
+def skip_without_kernels(name: str) -> None:
+    if name.startswith("cpu_") and not kernels.cpu_attention_fits(H, torch.bfloat16, FORMATS["bf16"]):
+        pytest.skip("this CPU has no bf16 dot products, or there is no compiler")
+
+
 def test_every_operator_has_a_case() -> None:
     operators = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "gpt_fast_sd::" in name}
     assert operators == {name.partition(" ")[0] for name in CASES}
@@ -131,18 +133,19 @@ def test_every_operator_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_operator_is_what_it_says(name: str) -> None:
+    skip_without_kernels(name)
     args = CASES[name]()
-    if name.startswith("cpu_") and not kernels.cpu_attention_fits(H, torch.bfloat16, FORMATS["bf16"]):
-        pytest.skip("this CPU has no bf16 dot products, or there is no compiler")
     torch.library.opcheck(getattr(torch.ops.gpt_fast_sd, name.partition(" ")[0]).default, args)
 
 
-OPS_OF_KEYS = ["decode_attention", "decode_attention_with_mass", "prefill_attention", "prefill_attention_with_lse"]
+OPS_OF_KEYS = ["decode_attention", "decode_attention_with_mass", "prefill_attention", "prefill_attention_with_lse",
+               "cpu_attention_with_mass"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "at"), [*((name, 6) for name in OPS_OF_KEYS), ("key_mass", 7)])
+@pytest.mark.parametrize(("name", "at"), [*((name, 6) for name in OPS_OF_KEYS), ("key_mass", 7), ("cpu_attention", 7)])
 def test_a_compiled_step_calls_them_with_any_number_of_keys_in_view(name: str, at: int) -> None:
     """at: where it stands among the arguments."""
+    skip_without_kernels(name)
     function, graphs = getattr(torch.ops.gpt_fast_sd, name).default, []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:

@@ -16,7 +16,6 @@ from torch import Tensor
 from gpt_fast_sd import Engine, SamplingParams
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA, cheap_plan
 from gpt_fast_sd.sampling import probabilities
 from gpt_fast_sd.state import RoundPlan
 from tests.gpt_fast_sd.policies.drafting import drafting, nearly
@@ -111,13 +110,6 @@ def choosing_what_to_show(one: Engine, plan: RoundPlan, draft: Draft) -> Draft:
     return Draft(draft.tokens, draft.q, draft.count * (draft.tokens[:, 0] % 2), draft.proposer)
 
 
-def told_the_cheap_ones(one: Engine, plan: RoundPlan, draft: Draft) -> Draft:
-    """q is what the cheap level drew from: right for no token, as the middle level had its say about each."""
-    drawn = one.policy.cheap.propose(one.state, cheap_plan(plan, 0))
-    assert draft.q is not None and drawn.q is not None
-    return Draft(draft.tokens, torch.cat([drawn.q, draft.q[:, CHEAP_GAMMA:]], 1), draft.count, draft.proposer)
-
-
 SAMPLED, NARROW = SamplingParams(temperature=1.0), SamplingParams(temperature=1.3, top_p=0.8)
 NEAR: dict[str, Any] = {"draft_model": nearly(tiny_model(TOY), by=0.3)}
 OVER = {"cheap": "standalone"} | NEAR
@@ -134,7 +126,6 @@ CASES: list[tuple[str, dict[str, Any], int, SamplingParams, Plant | None]] = [
     ("hierarchy", {}, 5, NARROW, None),
     ("hierarchy", {}, 4, SAMPLED, told_the_targets_own),
     ("hierarchy", OVER, 4, SAMPLED, told_the_targets_own),
-    ("hierarchy", OVER, 4, SAMPLED, told_the_cheap_ones),
 ]
 
 

@@ -40,13 +40,6 @@ def standalone(draft_model: Transformer | None = None, **draft: Any) -> tuple[En
     return one, one.policy
 
 
-@pytest.mark.parametrize("gamma", few([1, 2, 5], [1, 5]))
-def test_all_drafts_of_the_targets_own_weights_are_accepted(gamma: int) -> None:
-    one, _ = standalone(gamma=gamma)
-    one.generate(PROMPTS, SamplingParams(max_tokens=13))
-    assert one.stats.acceptance_rate == 1.0 and one.stats.drafted > 40
-
-
 # ---- the cache -----------------------------------------------------------------------------------------------------
 
 
@@ -73,7 +66,7 @@ def assert_holds(policy: StandaloneDraft, state: BatchState, lengths: Mapping[in
 
 @pytest.mark.parametrize(
     "pattern",
-    few([[4], [3, 0, 0], [4, 0], [0, 0, 0, 2, 0], [3, 3, 0], [0] * 290 + [4] * 5], [[3, 0, 0], [0, 0, 0, 2, 0]]),
+    few([[4], [3, 0, 0], [4, 0], [0, 0, 0, 1, 5], [3, 3, 0], [0] * 290 + [4] * 5], [[3, 0, 0], [0, 0, 0, 1, 5]]),
 )
 def test_rounds_without_a_draft_are_made_up_for_and_a_view_is_shown_what_is_there(pattern: list[int]) -> None:
     """290 of them take more than one chunk. Where all drafts were accepted, the last is not there as a round begins."""

@@ -1,10 +1,13 @@
 """The promises of every view of a cache: it reads what it reports, within its budget, and loses nothing that fits.
 
-Shapes: B slots, S cache capacity, L layers, K kv heads.
+And of views that list pages: whose pages a step of Quest reads, and which ones guided lists, and when.
+
+Shapes: B slots, T tokens, S cache capacity, L layers, K kv heads, G query heads per kv head, P pages in view.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +19,16 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.policies import quest
 from gpt_fast_sd.policies.picture import SHADES, picture
+from gpt_fast_sd.policies.quest import QuestKV
+from gpt_fast_sd.policies.selection import page_bounds
+from gpt_fast_sd.round import decode_step
 from tests.drafts import VIEWS
-from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, tokens_of
+from tests.gpt_fast_sd.fast import references
+from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then
 from tests.gpt_fast_sd.policies.views_rig import MAX_LEN, N_ROWS, SPARSE, Rig
-from tests.helpers import few, random_ids, thinned, tiny_engine
+from tests.helpers import ahead, few, random_ids, thinned, tiny_config, tiny_engine
 
 BUDGET, PAGE, N_SINK = 100, 16, 4
 EDGES = [
@@ -110,6 +118,23 @@ def test_each_entry_that_positions_read_names_is_read(name: str) -> None:
     assert torch.equal(rig.step(), logits)
 
 
+def corners(keys: Tensor, page: int) -> Tensor:
+    """[B, K, S, H] -> the largest and the smallest key of every page and dimension, [B, K, S // page, 2H]."""
+    pages = keys.split(page, 2)
+    return torch.stack([torch.cat([p.max(2).values, p.min(2).values], -1) for p in pages], 2)
+
+
+def check_bounds(rig: Rig) -> None:
+    """The window begins at the edge of a page, and all pages before it have the bounds of their keys."""
+    page, view = rig.draft.page, rig.view
+    for layer, bound in zip(rig.cache.layers, view.bounds, strict=True):
+        truth = corners(layer.k, page)
+        for row, length in rig.lengths.items():
+            start = int(view.window_start[row])
+            assert start == math.ceil(max(0, length - view.window) / page) * page
+            assert torch.equal(bound[row, :, : start // page], truth[row, :, : start // page])
+
+
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", SPARSE)
@@ -125,12 +150,14 @@ def test_however_rows_grow_the_view_keeps_its_promises(name: str, data: st.DataO
         rig.begin()
     for _ in range(data.draw(st.integers(1, 4), "rounds")):
         drafted = data.draw(st.booleans(), "drafted")
-        grown = (
-            st.integers(1, gamma + 1) if drafted else st.integers(1, 90)
-        )  # rounds without drafts, any number of them
+        grown = st.integers(1, gamma + 1 if drafted else 90)  # rounds without drafts, any number of them
         rig.grow(data.draw(st.lists(grown, min_size=N_ROWS, max_size=N_ROWS), "by"), observed=drafted)
         rig.begin()
+        if name == "quest":
+            check_bounds(rig)
     check_reads(rig, budget=budget)
+    if name == "quest":
+        check_bounds(rig)
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -170,6 +197,102 @@ def test_entries_read_counts_what_a_step_may_read_at_most(name: str) -> None:
     assert int(clean_reads(rig).sum(-1).max()) <= BUDGET
 
 
+# ---- quest -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 16])
+def test_a_round_that_drafted_is_caught_up_with_in_one_step(gamma: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig("quest", [40, 90, 300, 700], budget=100, gamma=gamma)
+    calls: list[int] = []
+    monkeypatch.setattr(quest.selection, "page_bounds", lambda *args: calls.append(1) or page_bounds(*args))
+    for _ in range(20):
+        rig.begin()
+        assert len(calls) <= len(rig.view.bounds)  # one per layer
+        calls.clear()
+        rig.grow([gamma + 1, gamma, 1, gamma + 1])
+
+
+@pytest.mark.parametrize("group", [2, 5])
+@pytest.mark.parametrize("n_tokens", [1, 2])
+def test_every_layer_of_a_draft_step_chooses_for_its_own_queries(
+    group: int, n_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, seen = tiny_config(n_heads=2 * group, n_kv_heads=2), list[Tensor]()
+    ahead(monkeypatch, QuestKV, "attend", lambda self, layer, q, *_: seen.append(q))
+    rig = Rig("quest", [30, 200, 450, 900], config, budget=100)
+    rig.begin()
+    rig.grow([2, 3, 4, 5])
+    rig.begin()
+    seen.clear()
+    make, args = rig.view.kv()
+    tokens: Any = torch.randint(256, (4, n_tokens))
+    pos = rig.cache.seq_len[:, None] + torch.arange(n_tokens)
+    rig.model.hidden(tokens, pos, make(rig.cache.layers, torch.empty(rig.cache.splits(905), 0), *args))
+    for q, bounds, chosen in zip(seen, rig.view.bounds, rig.view.chosen, strict=True):
+        assert chosen.equal(references.quest_pages(q, bounds, rig.view.window_start // 16, chosen.shape[-1]))
+    assert any(not torch.equal(rig.view.chosen[0], other) for other in rig.view.chosen[1:])
+
+
+# ---- guided ----------------------------------------------------------------------------------------------------------
+
+
+def test_verification_notes_the_mass_of_every_layer_and_gives_the_same_logits() -> None:
+    rig = Rig("guided", [3, 90, 300, 700], budget=100)
+    rig.begin()
+    logits, mass = rig.verify()
+    assert mass is not None and mass.shape == (2, 4, 2, 3 * SPLIT // 16)
+    torch.testing.assert_close(mass.sum(-1), torch.full((2, 4, 2), 2.0 * 5), atol=1e-4, rtol=0)  # G * T
+    tokens = torch.tensor([p[n : n + 5] for p, n in zip(rig.prompts, rig.lengths.values(), strict=True)])
+    pos = rig.cache.seq_len[:, None] + torch.arange(5)
+    without, none = decode_step(rig.model, tokens, pos, rig.cache.layers, torch.empty(3, 0), 0)
+    assert none is None and torch.equal(logits, without)
+
+
+@pytest.mark.parametrize(("budget", "page"), [(100, 16), (48, 16), (250, 16), (192, 64), (400, 32)])
+def test_the_blocks_of_most_mass_are_listed_whole(budget: int, page: int) -> None:
+    lengths = [30, budget + 1, 300, 700]
+    rig = Rig("guided", lengths, budget=budget, page=page)
+    mass = torch.rand(2, 4, 2, 3 * SPLIT // page)
+    view = rig.view
+    view.device_after_verify(rig.state, mass)
+    n_blocks = view.kv_indices.shape[-1] // page
+    assert view.kv_indices.shape[-1] + view.window == budget
+    for row, length in enumerate(lengths):
+        start = int(view.window_start[row])
+        assert start % page == 0 and start <= length and length - start <= view.window
+        assert length <= budget or length - start > page  # a block and more of what is most recent
+        for layer in range(2):
+            for head in range(2):
+                listed = view.kv_indices[layer, row, head]
+                worth = mass[layer, row, head, : start // page].tolist()
+                best = sorted(range(len(worth)), key=lambda block: -worth[block])[:n_blocks]
+                expected = sorted(block * page + i for block in best for i in range(page))
+                assert listed[listed >= 0].sort().values.tolist() == expected
+                assert (listed[len(expected) :] == -1).all()
+
+
+@pytest.mark.parametrize("refresh", [1, 7, 20, 500])
+def test_a_selection_is_refreshed_after_refresh_tokens_or_when_its_window_is_full(refresh: int) -> None:
+    rig = Rig("guided", [300, 400, 500, 600], budget=160, refresh=refresh)
+    view, selections = rig.view, [0] * 4
+    for _ in range(30):
+        rig.begin()
+        for row in range(4):  # nothing was lost between list and window
+            assert rig.lengths[row] - int(view.window_start[row]) <= view.window
+            assert int(view.window_start[row]) % 16 == 0
+        before = view.selected_at.tolist()
+        start = view.window_start.tolist()
+        rig.grow([1, 2, 3, 5])
+        for row in range(4):
+            length = rig.lengths[row]
+            due = length - before[row] >= refresh or length - start[row] > view.window
+            assert int(view.selected_at[row]) == (length if due else before[row])
+            selections[row] += due
+    for n, by in zip(selections, [1, 2, 3, 5], strict=True):
+        apart = min(refresh, 160 // 4)  # the window has room for no more
+        assert 30 * by // (apart + 16 + by) <= n <= 1 + 30 * by / min(refresh, 160 // 4 - 16)
+
+
 # ---- in the engine -------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +309,9 @@ SWEEP = prompts([1, 2, 31, 33, SPLIT - 1, SPLIT + 2, 400, 2 * SPLIT, 2 * SPLIT +
 
 @thinned("name,gamma", VIEWS, [1, 2, 5])
 def test_every_draft_is_accepted_where_the_budget_holds_the_context(name: str, gamma: int) -> None:
-    one = engine(name, gamma=gamma, budget=3 * SPLIT + 24)
+    beyond = {"budget": 10**6 + 8, "n_sink": 10**6}  # what any row can hold
+    one = engine(name, gamma=gamma, **beyond if gamma == 2 else {"budget": 3 * SPLIT + 24})
+    assert one._plan.policy <= 2 * engine(name, gamma=gamma, budget=one.cache.capacity)._plan.policy
     completions = one.generate(SWEEP, SamplingParams(max_tokens=24))
     assert one.stats.acceptance_rate == 1.0
     assert [c.stats.emitted for c in completions] == [24] * len(SWEEP)
@@ -199,17 +324,6 @@ def test_rounds_without_drafts_in_between_lose_nothing_that_fits(name: str) -> N
     drafting_now_and_then(one, [*[0] * 70, 3, 3, *[0] * 5, 3, 0, 3, *[0] * 17])
     one.generate(prompts([1, 20, 120, 300]), SamplingParams(max_tokens=200))
     assert one.stats.drafted > 60 and one.stats.acceptance_rate == 1.0
-
-
-@pytest.mark.parametrize("name", SPARSE)
-@pytest.mark.parametrize("asked", [{"budget": 10**6}, {"budget": 10**6 + 8, "n_sink": 10**6}], ids=str)
-def test_a_budget_beyond_the_cache_costs_what_all_of_it_does(name: str, asked: dict[str, int]) -> None:
-    """Once a selection had room for what no row can hold: 10^9 asked for more memory than there was, or for 80 GB."""
-    params, fields = SamplingParams(max_tokens=20), (asked, {"budget": 2 * SPLIT})
-    one, whole = (tiny_engine(DraftConfig(policy=name, gamma=3, **each), max_seq_len=2 * SPLIT) for each in fields)
-    got, expected = (tokens_of(each.generate(prompts([300, 9]), params)) for each in (one, whole))
-    assert got == expected == tokens_of(whole.generate(prompts([300, 9]), params, speculate=False))
-    assert one._plan.policy <= 2 * whole._plan.policy and one.draft.budget == asked["budget"]
 
 
 # ---- the picture of what is read: blank means nothing, solid means all ---------------------------------------------
@@ -234,17 +348,3 @@ def test_one_entry_of_many_is_never_blank_and_one_missing_is_never_solid(n: int)
     for line in picture(~lone).splitlines()[1:]:
         bar = line[line.index("|") + 1 : line.rindex("|")]
         assert sum(shade != "█" for shade in bar) == 1 and set(bar) <= set(SHADES)
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_every_policy_draws_itself(name: str) -> None:
-    rig = Rig(name, [100, 300, 500, 700], budget=128)
-    rig.begin()
-    rig.rounds([1, 2, 3, 4])
-    drawn = picture(rig.reads()[:, 3, :, :705])
-    print(f"\n{name}, 128 of 704 entries and the pending one\n{drawn}")
-    bars = [line[line.index("|") + 1 : line.rindex("|")] for line in drawn.splitlines()[1:]]
-    assert len(bars) == 4 and all(len(bar) == 64 and bar[-1] == "█" for bar in bars)
-    blank = sum(bar.count(" ") for bar in bars) / 256
-    assert blank == 0 if name == "full" else 0.2 < blank < 0.9
-    assert (len(set(bars)) == 1) == (name in ("full", "streaming"))  # the others select by kv head and layer

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
+from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.model import FORMATS, SPLIT, CausalSelf, KVCache, Transformer
 from gpt_fast_sd.policies import snapkv
@@ -25,11 +24,10 @@ from gpt_fast_sd.policies.snapkv import OBSERVED, SnapKVView, best_entries
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.state import BatchState, RoundPlan
 from gpt_fast_sd.steps import Runner
-from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then
 from tests.gpt_fast_sd.policies.views_rig import Rig
-from tests.gpuless.recorder import capture
-from tests.helpers import ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.gpt_fast_sd.test_rounds import captured, engine, told
+from tests.helpers import ahead, random_ids, tiny_config, tiny_model
 
 GROUPS, WINDOWS = [1, 2, 4, 5, 7, 8], [16, 32, 64]
 LONGEST = 330
@@ -160,23 +158,6 @@ def windows_fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 LONG = [random_ids(n, seed=n) for n in (150, 300, 1, 420)]  # more than slots
 SAMPLED = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=i % 2, seed=i) for i in range(len(LONG))]
-DRAFTS: dict[str, dict[str, Any]] = {
-    "snapkv": {"budget": 64, "refresh": 4},
-    "standalone": {"view": "snapkv", "budget": 72, "refresh": 20},
-    "hierarchy": {"view": "snapkv", "budget": 64},
-}
-
-
-def drafting(name: str, *, slots: int = 2, captured: bool = True, gamma: int | str = 3) -> Engine:
-    draft = DraftConfig(policy=name, gamma=gamma, **DRAFTS[name], draft_model="given" if name == "standalone" else None)
-    theirs = tiny_model(tiny_config(n_layers=1), seed=1) if name == "standalone" else None
-    one = tiny_engine(draft, theirs, batch_size=slots)
-    one.schedule.rounds.capture = capture if captured else None
-    return one
-
-
-def told(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:
-    return [(c.tokens, c.stats.rounds, c.stats.accepted_by_position) for c in completions]
 
 
 @pytest.mark.usefixtures("four_together")
@@ -193,12 +174,12 @@ def test_the_windows_of_all_rows_that_are_due_are_one_batch(windows_fed: list[tu
     assert len(windows_fed) == 1
 
 
-@pytest.mark.parametrize("name", few(DRAFTS, ["standalone"]))
+@pytest.mark.parametrize("name", ["snapkv", "standalone, snapkv"])
 @pytest.mark.usefixtures("four_together")
 def test_no_round_waits_for_the_one_before_and_the_host_feeds_no_window(
     name: str, windows_fed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, launched = drafting(name), list[bool]()
+    one, launched = captured(name), list[bool]()
     launch = one.schedule._launch
     monkeypatch.setattr(one.schedule, "_launch", lambda speculate: launched.append(launch(speculate)) or launched[-1])
     one.generate(LONG, SAMPLED)
@@ -209,18 +190,9 @@ def test_no_round_waits_for_the_one_before_and_the_host_feeds_no_window(
     assert windows_fed == []
 
 
-@pytest.mark.parametrize(
-    ("name", "windows"),
-    few([("snapkv", 1), ("snapkv", 2), ("standalone", 2), ("hierarchy", 1)], [("hierarchy", 1)]),
-)
-def test_rows_are_selected_for_as_in_eager_rounds(name: str, windows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cpu"], windows=windows))
-    assert told(drafting(name).generate(LONG, SAMPLED)) == told(drafting(name, captured=False).generate(LONG, SAMPLED))
-
-
 @pytest.mark.usefixtures("four_together")
 def test_what_a_row_drafts_does_not_depend_on_its_neighbours() -> None:
-    together, alone = (drafting("snapkv", slots=4) for _ in range(2))
+    together, alone = (captured("snapkv", batch_size=4) for _ in range(2))
     assert told(alone.generate([LONG[3]], SAMPLED[3])) == told(together.generate(LONG, SAMPLED))[3:]
 
 
@@ -230,7 +202,7 @@ def test_a_row_is_selected_for_when_it_is_due_and_the_host_knows_when_to_within_
     refresh: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It counts rounds by the most that they may add, so it asks early, once or twice; else it asks for nothing."""
-    one = drafting("snapkv", slots=1, gamma=4)
+    one = captured("snapkv", gamma=4)
     policy: Any = one.policy
     view = policy.view = SnapKVView(policy.runner, budget=160, refresh=refresh, max_new=6)
     apart = min(refresh, 160 // 2 - OBSERVED)  # half of the budget is window at most
@@ -257,8 +229,8 @@ def test_a_row_is_selected_for_when_it_is_due_and_the_host_knows_when_to_within_
 
 def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = []
-    for name in ("snapkv", "standalone"):
-        one = drafting(name, gamma="auto")
+    for name in ("snapkv", "standalone, snapkv"):
+        one = captured(name, gamma="auto")
         drafting_now_and_then(one, (3, 0, 3, 3, 0, 0, 0, 2, 4), timed=False)
         view: Any = one.policy.view  # type: ignore[union-attr]
         refresh = one.schedule.rounds.refresh
@@ -267,7 +239,7 @@ def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: 
             plan: RoundPlan, view: Any = view, refresh: Any = refresh, state: BatchState = one.state, name: str = name
         ) -> int:
             passes: int = refresh(plan)
-            seq_len = (state.seq_len - int(name == "standalone")).tolist()
+            seq_len = (state.seq_len - int(name != "snapkv")).tolist()
             starts = view.window_start.tolist()
             for slot in plan.lengths:
                 assert not view._full(seq_len[slot], starts[slot]) or not state.active[slot]
@@ -295,25 +267,9 @@ def test_the_entries_of_most_mass_lie_before_each_rows_own_end() -> None:
     assert constant.flatten().tolist() == [2, 3, 4, 5, 6]  # ties go to the first, but the edges are averaged with zeros
 
 
-@pytest.mark.parametrize("together", [1, 4])
-def test_cudas_operators_list_the_same_entries(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lists = []
-    monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cpu"], windows=together))
-    for operators in (False, True):
-        if operators:
-            as_on_cuda(monkeypatch)
-        rig = Rig("snapkv", [700, 70, 300, 200], budget=80)
-        rig.begin()
-        rig.grow([20, 20, 20, 20])
-        rig.begin()
-        assert rig.view.window_start.tolist() == [688, 58, 288, 188]
-        lists.append(rig.view.kv_indices.sort(-1).values)
-    assert torch.equal(*lists)
-
-
 def test_the_planner_counts_what_selecting_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead(monkeypatch, snapkv, "observe_step", lambda *_: time.sleep(0.02))
-    one = drafting("snapkv", gamma="auto", captured=False)
+    one = engine("snapkv", gamma="auto", batch_size=2)
     one.warm_up()
     plan, n_keys = one.schedule.planner, one.cache.capacity
     assert plan.draft is not None

@@ -20,7 +20,6 @@ from gpt_fast_sd.fast.triton import decode as decode_triton
 from gpt_fast_sd.fast.triton import prefill as prefill_triton
 from tests.gpt_fast_sd.fast import dense
 from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, INT8, PLANES, TAIL, TOLERANCE, assert_close, each
-from tests.helpers import thinned
 
 SPLIT = 64
 ENDS = (37, 0, 191)
@@ -115,20 +114,6 @@ def test_attention_is_that_of_fp64(way: str, ends: Sequence[int], shape: dict[st
         torch.testing.assert_close(case.mass(16), case.expected_mass(16), **NEAR)
 
 
-def test_many_rows_are_read_whole_and_few_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Case, "way", "by their number")
-    monkeypatch.setattr(prefill_triton, "FEW_ROWS", 32)
-    split: list[int] = []
-    attend_split = prefill_triton.decode_triton.attend
-    monkeypatch.setattr(
-        prefill_triton.decode_triton, "attend",
-        lambda q, *args, **kwargs: (split.append(q.shape[2]), attend_split(q, *args, **kwargs))[1],
-    )  # fmt: skip
-    for n_tokens in (8, 9):
-        check(Case([127], n_tokens=n_tokens, group=4, n_keys=128, dtype=FP16))
-    assert split and {*split} == {8}
-
-
 @in_every_way
 def test_a_query_past_the_keys_in_view_reads_nothing_and_gives_0(way: str) -> None:
     n_tokens = TOKENS[way]
@@ -216,56 +201,35 @@ def test_the_keys_of_a_block_follow_from_no_number_of_rows_and_divide_a_split(ar
 # ---- the mass of pages -----------------------------------------------------------------------------------------------
 
 MASS = [
-    (1, 1, 16, FP32), (4, 3, 16, FP16), (4, 3, 32, BF16), (3, 5, 64, BF16), (3, 5, 64, FP32), (2, 1, 128, BF16),
-    (8, 5, 16, BF16),  # tiles of 64, full and not, and of 128
-    *(pytest.param(8, n, 16, dtype, marks=pytest.mark.slow) for n, dtype in ((8, FP16), (9, BF16))),
+    *each("decode", (37, 128, 500), **{"group n_tokens n_kv page dtype": [
+        (1, 1, 2, 16, FP32), (4, 3, 2, 16, FP16), (4, 3, 2, 32, BF16), (3, 5, 1, 64, BF16), (3, 5, 1, 64, FP32),
+        (2, 1, 2, 128, BF16), (8, 5, 1, 16, BF16), (8, 17, 1, 32, BF16)]}),  # tiles of 64, full and not, and of 128
+    *(pytest.param("decode", (37, 128, 500), {"group": 8, "n_tokens": n, "page": 16, "dtype": dtype},
+                   marks=pytest.mark.slow) for n, dtype in ((8, FP16), (9, BF16))),
+    *each("whole", (32, 150, 500), page=[1, 16, 128], dtype=DTYPES, n_tokens=32, group=3),
+    # any head dim, and half a page, which has no entry
+    *each("decode", (99, 60), n_keys=100, page=[32], dtype=[FP16]),
+    *each("whole", (99, 60), n_keys=100, page=[1, 32], head_dim=[8, 96, 256, 64], n_tokens=9, dtype=FP16),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("group", "n_tokens", "page", "dtype"), MASS)
+@pytest.mark.parametrize(("way", "ends", "shape"), MASS, indirect=["way"])
 def test_each_page_gets_the_attention_that_all_queries_of_its_head_paid_it(
-    group: int, n_tokens: int, page: int, dtype: torch.dtype
+    way: str, ends: Sequence[int], shape: dict[str, Any]
 ) -> None:
-    n_kv = 2 if group * n_tokens <= 12 else 1  # time: a program merges each row of each kv head
-    case = Case([37, 128, 500], n_tokens=n_tokens, group=group, n_kv=n_kv, dtype=dtype)
-    out, mass = case.attend_with_mass(page)
-    assert out.equal(case.attend())
-    assert mass.dtype == FP32 and mass.shape == (3, n_kv, 192 // page) and mass.is_contiguous()
-    # weights are summed before they are rounded to the dtype
-    torch.testing.assert_close(mass, case.expected_mass(page), rtol=1e-5, atol=1e-6 * group * n_tokens)
-    assert not mass[2].any() and not mass[0, :, 37 // page + 1 :].any()
-
-
-@pytest.mark.parametrize("way", ["whole"], indirect=True)
-@thinned("page,dtype", [1, 16, 128], DTYPES)
-def test_each_page_gets_the_attention_that_a_chunk_paid_it(way: str, page: int, dtype: torch.dtype) -> None:
-    case = Case([32, 150, 500], n_tokens=32, group=3, n_kv=1, dtype=dtype)
-    mass = case.mass(page)
-    assert mass.dtype == FP32 and mass.is_contiguous() and not mass[2].any() and not mass[0, :, 32 // page + 1 :].any()
-    torch.testing.assert_close(mass, case.expected_mass(page), **NEAR)
-    if page < 128:
-        torch.testing.assert_close(mass.sum(-1), torch.tensor([[96.0], [96.0], [0.0]]))
-
-
-def test_mass_may_come_from_more_queries_than_a_tile_has_rows() -> None:
-    case = Case([150], n_tokens=17, group=8, dtype=BF16)
-    torch.testing.assert_close(case.mass(32), case.expected_mass(32), rtol=1e-5, atol=1e-4)
-
-
-def test_the_mass_of_a_row_sums_to_its_queries() -> None:
-    case = Case([63, 64, 191], n_tokens=3, group=4)
-    torch.testing.assert_close(case.mass(16).sum(-1), torch.full((3, 1), 12.0))
-
-
-@pytest.mark.parametrize(
-    ("way", "head_dim"), [("decode", 64), ("whole", 8), ("whole", 96), ("whole", 256)], indirect=["way"]
-)
-def test_mass_is_right_for_any_head_dim_and_half_a_page_has_no_entry(way: str, head_dim: int) -> None:
-    case = Case([99, 60], n_tokens=1 if way == "decode" else 9, head_dim=head_dim, n_keys=100, dtype=FP16)
-    for page in (32,) if way == "decode" else (1, 32):
-        mass = case.mass(page)
-        assert mass.shape == (2, 1, 100 // page)
-        torch.testing.assert_close(mass, case.expected_mass(page), **NEAR)
+    """Weights are summed before they are rounded to the dtype."""
+    page = shape["page"]
+    case = Case(ends, **{name: value for name, value in shape.items() if name != "page"})
+    if way == "decode":
+        assert case.attend_with_mass(page)[0].equal(case.attend())
+    mass, n_pages, n_queries = case.mass(page), case.n_keys // page, case.q[0, :, :, 0].numel() / case.k.shape[1]
+    assert mass.dtype == FP32 and mass.is_contiguous() and mass.shape == (len(ends), case.k.shape[1], n_pages)
+    torch.testing.assert_close(mass, case.expected_mass(page), rtol=1e-5, atol=1e-5 + 1e-6 * n_queries)
+    for row, end in enumerate(ends):
+        assert not mass[row, :, 0 if end >= case.n_keys else end // page + 1 :].any()
+        if not case.n_keys % page:
+            read = float(n_queries) if end < case.n_keys else 0.0
+            torch.testing.assert_close(mass[row].sum(-1), torch.full((case.k.shape[1],), read), rtol=1e-4, atol=1e-4)
 
 
 # ---- keys and values in bytes ----------------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt_fast_sd.fast import quantize_rows
 from gpt_fast_sd.fast.ops import int8
 from gpt_fast_sd.fast.triton import int8 as int8_triton
-from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP32, NAN
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, NAN
 from tests.helpers import few, thinned
 
 # The result is rounded to the dtype, half an eps of it, and sums in fp32 as a few eps of the sum of |products|.
@@ -93,10 +92,3 @@ def test_many_rows_are_multiplied_with_a_copy_that_is_made_in_one_pass() -> None
         got = int8._int8_linear._init_fn(x, weight, scale, bias)
     assert passes == ["empty_like.default", "mul.out"]
     assert got.equal(torch.nn.functional.linear(x, (weight * scale[:, None]).to(BF16), bias))
-
-
-def test_the_weights_are_those_of_quantize_rows() -> None:
-    weight = torch.randn(40, 96)
-    integers, scale = quantize_rows(weight)
-    x = torch.eye(96, dtype=FP32)
-    torch.testing.assert_close(linear(x, integers, scale, None).t(), weight, rtol=0, atol=float(scale.max()) * 0.51)

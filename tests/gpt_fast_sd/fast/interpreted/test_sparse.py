@@ -70,11 +70,6 @@ def test_attention_is_that_of_fp64(windows: list[int], ends: list[int], shape: d
     check(Case(windows, ends, **shape))
 
 
-def test_a_row_of_int8_gives_the_same_bits_alone_and_in_a_batch() -> None:
-    case = Case([48, 96], [60, 100], n_listed=48, width=16, n_kv=1, n_tokens=2, dtype=BF16, held=INT8)
-    assert case.attend(slice(1)).equal(case.attend()[:1])
-
-
 def test_a_long_list_has_no_more_chunks_than_the_merge_reads() -> None:
     for n_entries in (1, 192, 193, 1024, 1025, 2560, 2561, 4138, 8192, 8193, 100_000):
         chunk = sparse_triton.chunk_for(n_entries)
@@ -120,10 +115,13 @@ def test_the_first_entry_of_a_page_stands_for_all_of_it() -> None:
     assert case.attend(body=references.sparse_attention).equal(whole[1])
 
 
-@thinned("sizes,dtype", [(128, 40), (224, 70)], [FP32, BF16])
-def test_a_row_is_bit_identical_alone_and_in_a_batch(sizes: tuple[int, int], dtype: torch.dtype) -> None:
-    n_listed, width = sizes
-    case = Case([192, 0, 256], [215, 30, 299], n_listed=n_listed, width=width, n_tokens=2, n_kv=1, dtype=dtype)
+@pytest.mark.parametrize(("n_listed", "width", "dtype", "held"), [(128, 40, FP32, None), (224, 70, BF16, None),
+                                                                   (48, 16, BF16, INT8)])  # fmt: skip
+def test_a_row_is_bit_identical_alone_and_in_a_batch(
+    n_listed: int, width: int, dtype: torch.dtype, held: torch.dtype | None
+) -> None:
+    case = Case([192, 0, 256], [215, 30, 299], n_listed=n_listed, width=width, n_tokens=2, n_kv=1, dtype=dtype,
+                held=held)  # fmt: skip
     together = case.attend()
     for row in range(3):
         assert case.attend(slice(row, row + 1)).equal(together[row : row + 1])
