@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from maintain import bundled_data
 from maintain.bundled_data import MIXTURES, Books, book_paths, skipped_positions, training_document
-from measuring.needles import fact, question
 
 
 class Words:
@@ -75,53 +73,6 @@ def test_every_answer_in_a_document_is_the_value_its_fact_stated_before(kind: bu
     assert answered >= 8
 
 
-def test_a_question_followed_by_its_value_says_what_the_fact_said() -> None:
-    asked = question("Clara Lockwood") + "12345."
-    assert asked.removeprefix("Recall") == fact("Clara Lockwood", "12345").removeprefix("Remember")
-
-
-def test_a_copy_document_ends_with_the_passage_it_began_with(books: Books) -> None:
-    cue = "\nRead it once more, word for word:\n"
-    for seed in range(5):
-        before, *copies = WORDS.decode(bundled_data.copy_document(rng(seed), 2049, books, WORDS)).split(cue)
-        assert copies
-        assert all(copy and before.startswith(copy[:200]) for copy in copies if copy)
-
-
-def test_a_list_comes_back_in_its_order(books: Books) -> None:
-    text = WORDS.decode(bundled_data.list_document(rng(3), 8193, books, WORDS))
-    _, *recitals = text.split("The list:\n")
-    lines = itertools.takewhile(lambda line: re.fullmatch(r"\d+\. .+", line), recitals[0].split("\n"))
-    block = "\n".join(itertools.islice(lines, 4))  # a list has at least four names
-    assert block.startswith("1. ")
-    assert len(recitals) >= 3
-    assert all(recital.startswith(block) for recital in recitals[:-1])
-
-
-@pytest.mark.parametrize("kind", [bundled_data.repeat_document, bundled_data.drill_document])
-def test_a_run_of_random_tokens_comes_back_again_and_again(kind: bundled_data.Kind, books: Books) -> None:
-    ids = kind(rng(0), 513, books, WORDS)[1:]
-    assert any((ids[period:] == ids[:-period]).all() for period in range(6, 257))
-
-
-@pytest.mark.parametrize("mixture", MIXTURES)
-def test_a_mixture_draws_every_kind(mixture: str, books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[bundled_data.Kind] = []
-    kinds = MIXTURES[mixture]
-
-    def noting(kind: bundled_data.Kind) -> bundled_data.Kind:
-        return lambda *args: drawn.append(kind) or kind(*args)
-
-    monkeypatch.setitem(MIXTURES, mixture, {noting(kind): weight for kind, weight in kinds.items()})
-    for seed in range(300):
-        training_document(rng(seed), 65, books, WORDS, mixture)
-    assert set(drawn) == set(kinds)
-    assert sum(kinds.values()) == pytest.approx(1.0)
-    for kind, weight in kinds.items():
-        spread = 5 * (300 * weight * (1 - weight)) ** 0.5  # five standard deviations
-        assert drawn.count(kind) == pytest.approx(300 * weight, abs=spread)
-
-
 def test_the_same_seed_gives_the_same_documents_and_another_seed_others(books: Books) -> None:
     first, again, other = (
         [training_document(r, 257, books, WORDS, "prose") for _ in range(8)] for r in (rng(1), rng(1), rng(2))
@@ -158,16 +109,3 @@ def test_a_book_is_tokenized_once_and_a_half_written_cache_is_never_read(tmp_pat
     again = Books(book_paths(tmp_path), WORDS, cache)
     assert np.array_equal(first.parts[0], again.parts[0])
     assert [path.name for path in cache.glob("*.npy")] == ["b.npy"]
-
-
-def test_a_folder_without_books_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no books: .* holds no \.txt file"):
-        book_paths(tmp_path)
-
-
-def test_books_too_short_for_the_passages_are_refused(books: Books) -> None:
-    books.require(training=1000, held_out=100)
-    with pytest.raises(ValueError, match="too few tokens"):
-        books.require(training=10**7, held_out=100)
-    with pytest.raises(ValueError, match="too few tokens"):
-        books.require(training=1000, held_out=10**6)
