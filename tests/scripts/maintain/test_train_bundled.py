@@ -22,7 +22,8 @@ from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, load_model, load_tokenizer, read_config
 from maintain import train_bundled
-from maintain.train_bundled import RECIPES, TrainingAttention
+from maintain.bundled_data import MIXTURES, Books, Kind, book_paths, skipped_positions
+from maintain.train_bundled import RECIPES, Pieces, TrainingAttention
 from measuring.needles import DIGITS, needle, person, thing
 from tests.helpers import Refuses, whole_text_logits
 
@@ -59,6 +60,50 @@ def trained(books: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(work: Path) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(work / "checkpoint.pt", weights_only=True)
     return state
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", {**MIXTURES["copying"], **MIXTURES["prose"]}, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("n", [65, 513, 2049])
+def test_a_document_has_exactly_n_tokens_and_starts_with_bos(kind: Kind, n: int, books: Path, trained: Path) -> None:
+    pieces = Pieces(trained / "tokenizer.model")
+    tokens = Books(book_paths(books), pieces, trained / "tokens")
+    for seed in range(5):
+        ids = kind(np.random.default_rng(seed), n, tokens, pieces)
+        assert (ids.shape, ids.dtype, ids[0]) == ((n,), np.int64, pieces.bos_id)
+        assert not (ids[1:] == pieces.bos_id).any()
+
+
+class Letters:
+    """Every character is a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [*map(ord, text)]
+
+
+def test_held_out_passages_never_reach_training_and_a_half_written_cache_is_never_read(tmp_path: Path) -> None:
+    book, cache = tmp_path / "b.txt", tmp_path / "cache"
+    cache.mkdir()
+    (cache / "b.4711").write_bytes(b"a killed process left this")
+    for text in ("x." * 490 + "!" * 20, "changed"):  # a book is tokenized once
+        book.write_text(text)
+        tokens = Books(book_paths(tmp_path), Letters(), cache)
+        assert [path.name for path in cache.glob("*.npy")] == ["b.npy"]
+        passages = [tokens.passage(np.random.default_rng(seed), 50) for seed in range(20)]
+        assert not any(ord("!") in ids for ids in passages)
+        assert tokens.passage(np.random.default_rng(0), 10, held_out=True).tolist() == [ord("!")] * 10
+
+
+def test_skipped_positions_rise_from_zero_and_stay_in_range() -> None:
+    for seed, (n, slack) in enumerate([(4, 0), (4, 5000), (65, 7), (300, 0), (300, 5000)] * 10):
+        pos = skipped_positions(np.random.default_rng(seed), n, n + slack)
+        assert pos.shape == (n,) and pos[0] == 0 and pos[-1] < n + slack
+        assert (np.diff(pos) >= 1).all() and (np.diff(pos) > 1).sum() <= 3
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
 
 
 def test_training_attention_and_its_gradients_are_those_of_plain_attention() -> None:
@@ -233,9 +278,7 @@ def test_the_shipped_folder_is_small() -> None:
     assert sum(path.stat().st_size for path in BUNDLED.rglob("*") if path.is_file()) < 32 * 2**20
 
 
-def test_the_logits_and_the_ids_are_those_of_transformers(
-    model: Transformer, tokenizer: Tokenizer, document: str
-) -> None:
+def test_logits_and_ids_are_those_of_transformers(model: Transformer, tokenizer: Tokenizer, document: str) -> None:
     transformers = pytest.importorskip("transformers")
     text = document[:1200]
     ids = tokenizer.encode(text)
@@ -247,9 +290,7 @@ def test_the_logits_and_the_ids_are_those_of_transformers(
         torch.testing.assert_close(logits, reference(tokens).logits, rtol=1e-3, atol=1e-3)  # sums in another order
 
 
-def test_the_default_document_is_long_and_leaves_room_to_go_on(
-    model: Transformer, tokenizer: Tokenizer, document: str
-) -> None:
+def test_the_default_document_is_long_and_leaves_room(model: Transformer, tokenizer: Tokenizer, document: str) -> None:
     n_tokens = len(tokenizer.encode(document))
     assert 4096 <= n_tokens <= 12288
     assert n_tokens + 2048 <= model.config.max_seq_len
