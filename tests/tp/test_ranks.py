@@ -23,7 +23,6 @@ STARTS = {
 
 @pytest.fixture(scope="module")
 def complaints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the ranks of a start complain of, by check."""
     n, tp, names = STARTS[request.param]
     return run_checks(n, tp, names, tmp_path_factory.mktemp("ranks"))
 

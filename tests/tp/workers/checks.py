@@ -321,8 +321,6 @@ for name in DRAFTS:
 
 
 class Collectives(TorchDispatchMode):
-    """The names of the collectives that are called meanwhile."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
@@ -613,12 +611,6 @@ def compiled_judging_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Pa
     assert together.schedule.rounds.accept_compiled.graphs > 0
 
 
-@check(COMPILED)
-def compiled_int8_rounds_give_the_tokens_of_eager_ones(parallel: Parallel, folder: Path) -> None:
-    draft = draft_of("streaming")
-    same_texts(*(engine_of(parallel, draft, compile=flag, quantize="int8") for flag in (True, False)), [GREEDY])
-
-
 @check(MORE)
 def a_folder_is_loaded_and_decoded_by_all_ranks(parallel: Parallel, folder: Path) -> None:
     place, small = folder / f"target.{parallel.rank}", folder / f"draft.{parallel.rank}"
@@ -636,7 +628,6 @@ def a_folder_is_loaded_and_decoded_by_all_ranks(parallel: Parallel, folder: Path
 
 
 def main() -> None:
-    """Run the checks that the command line names."""
     warnings.filterwarnings("error", category=FutureWarning, module="gpt_fast_sd")
     tp, folder, names = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
