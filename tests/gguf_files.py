@@ -92,7 +92,6 @@ def tensors_of(theirs: Any, kind: Kind) -> dict[str, tuple[np.ndarray, Kind]]:
 
 
 def architecture(theirs: Any) -> str:
-    """The llama.cpp name."""
     return "llama" if theirs.config.model_type == "mistral" else str(theirs.config.model_type)
 
 
@@ -106,13 +105,17 @@ def write_gguf(
     parts: int = 1,
 ) -> Path:
     """Write the model, some fields or tensors changed, or left out where the change is None; -> its first file."""
-    named = architecture(theirs)
-    all_fields = fields_of(theirs) | dict(fields or {})
-    all_tensors: dict[str, Any] = tensors_of(theirs, kind) | dict(tensors or {})
-    per_part = -(-len(all_tensors) // parts)
-    writer = gguf.GGUFWriter(path, named, split_max_tensors=per_part if parts > 1 else 0)
-    add_fields(writer, named, all_fields)
-    for name, tensor in all_tensors.items():
+    all_fields, all_tensors = fields_of(theirs) | dict(fields or {}), tensors_of(theirs, kind) | dict(tensors or {})
+    return write_parts(path, architecture(theirs), all_fields, all_tensors, parts)
+
+
+def write_parts(
+    path: Path, named: str, fields: Fields, tensors: Mapping[str, tuple[np.ndarray, Kind] | None], parts: int = 1
+) -> Path:
+    """Write a file of this architecture with these fields and tensors, but for those that are None; -> its first."""
+    writer = gguf.GGUFWriter(path, named, split_max_tensors=-(-len(tensors) // parts) if parts > 1 else 0)
+    add_fields(writer, named, fields)
+    for name, tensor in tensors.items():
         if tensor is not None:
             writer.add_tensor(name, tensor[0], raw_dtype=tensor[1])
     writer.write_header_to_file()

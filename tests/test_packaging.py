@@ -23,7 +23,6 @@ OPTIONAL = ("gguf", "tokenizers", "huggingface_hub", "tiktoken", "jinja2", "matp
 
 
 def pyproject() -> dict[str, Any]:
-    """The project's pyproject.toml as a dict."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""The rooms look downhill, are entered by their doors, and are described: read from the source, nothing is imported."""
+"""The rooms look downhill and are entered by their doors: read from the source, nothing is imported."""
 
 import ast
 import graphlib
@@ -105,7 +105,6 @@ def files_of(*folders: str) -> list[str]:
 
 
 def text_of(path: str) -> str:
-    """What a file holds, relative to the root."""
     return (ROOT / path).read_text(encoding="utf-8")
 
 
@@ -143,19 +142,6 @@ def programs_imported(path: str, source: str) -> list[str]:
     named = {name.rpartition(".")[2] for both in siblings for name in both}
     found = [other for other in files_of("scripts") if Path(other).stem in named and other != path]
     return [f"{path}: imports the program {other}" for other in found if PROGRAM in text_of(other)]
-
-
-def undescribed(path: str, source: str) -> list[str]:
-    """One line for every public module, class, function or method in source that has no docstring."""
-
-    def walk(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[str]:
-        if not (ast.get_docstring(node) or "").strip():
-            yield f"{path}: {name} has no docstring"
-        for child in [] if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else node.body:
-            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and child.name[0] != "_":
-                yield from walk(child, child.name)
-
-    return list(walk(ast.parse(source), "the module"))
 
 
 def test_every_import_looks_downhill_through_a_door() -> None:
@@ -199,11 +185,9 @@ def test_the_folders_of_the_package_look_one_way() -> None:
     ("path", "source"),
     [
         ("gpt_fast_sd/round.py", "from .fast.compile import CompiledStep"),
-        ("gpt_fast_sd/state.py", "def f():\n    from gpt_fast_sd.tp import Vocabulary"),
         ("gpt_fast_sd/state.py", "import numpy"),
         ("gpt_fast_sd/fast/choose.py", "from ..quantization.table import TABLE"),
         ("gpt_fast_sd/policies/quest.py", "from ..serving import requests"),
-        ("gpt_fast_sd/loading/memory.py", "from ..engine import Engine"),
     ],
 )
 def test_a_step_up_is_seen(path: str, source: str) -> None:
@@ -249,11 +233,9 @@ def test_circles_are_seen_wherever_the_import_stands() -> None:
         ("model/llama.py", "from model.rope import apply_rope", "only has in a checkout"),
         ("model/llama.py", "import torch, torchao", "does not import torchao"),
         ("tp/plan.py", "from ..model import ModelConfig", "relatively"),
-        ("gpt_fast_sd/engine.py", "from . import model", "relatively"),
         ("gpt_fast_sd/engine.py", "from gpt_fast_sd.model.llama import Transformer", "past the door of model/"),
         ("gpt_fast_sd/engine.py", "from gpt_fast_sd.model import Transformer, llama", "past the door of model/"),
         ("gpt_fast_sd/engine.py", "import scripts.generate", "uphill"),
-        ("gpt_fast_sd/policies/snapkv.py", "from tests.conftest import torch_seed", "uphill"),
         ("scripts/generate.py", "import gpt_fast_sd.model.llama", "past the door of model/"),
     ],
 )
@@ -276,15 +258,6 @@ def test_the_checker_sees_a_planted_violation(path: str, source: str, wrong: str
 )
 def test_the_checker_lets_a_downhill_import_pass(path: str, source: str) -> None:
     assert complaints(path, source) == []
-
-
-def test_everything_public_in_the_packages_has_a_docstring() -> None:
-    assert [line for path in files_of(*PACKAGES) for line in undescribed(path, text_of(path))] == []
-
-
-def test_a_missing_docstring_is_seen() -> None:
-    source = 'class A:\n    """Text."""\n    def b(self): ...\n    def _c(self): ...\ndef d():\n    def e(): ...'
-    assert [line.split()[1] for line in undescribed("model/a.py", source)] == ["the", "b", "d"]
 
 
 def test_no_line_of_cpp_is_longer_than_120_columns() -> None:

@@ -63,7 +63,6 @@ class Both:
 
 
 def both(place: Place, model: Transformer, prompts: list[list[int]], draft: DraftConfig, **changes: Any) -> Both:
-    """Engines of this model with each mode."""
     settings = {mode: place.settings(cuda_graphs=mode, **changes) for mode in ("round", "off")}
     modes = {mode: Engine(model, None, one, draft) for mode, one in settings.items()}
     return Both(modes, prompts, 48 if place.on_cuda else 4)

@@ -92,7 +92,6 @@ def made(place: Place, *flags: str) -> Made:
 
 @pytest.fixture(scope="module")
 def short(place: Place) -> Made:
-    """A short prompt in a small cache."""
     return made(place, "--prompt", SHORT)
 
 

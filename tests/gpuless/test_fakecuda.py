@@ -55,13 +55,3 @@ def test_launches_are_told_apart() -> None:
     assert len(step.kernels) == 1
     assert step.others == ["aten.topk"]
     assert not step.ours and step.launches == 3
-
-
-@pytest.mark.slow
-def test_steps_for_the_cpu_compile_and_run_after_it() -> None:
-    generated(write)
-    assert not torch.cuda.is_available()
-    assert torch.version.cuda is None
-    compiled = torch.compile(lambda x: (x.sin() + 1).cumsum(-1), fullgraph=True)
-    x = torch.randn(3, 100)
-    torch.testing.assert_close(compiled(x), (x.sin() + 1).cumsum(-1))

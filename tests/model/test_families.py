@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpt_fast_sd.model import CausalSelf, load_model, read_config, save_hugging_face
-from tests.helpers import SIZES, random_transformers_model
+from gpt_fast_sd.fast.cpu.generated import GeneratedFeedForward, prepare_for_inductor
+from gpt_fast_sd.model import CausalSelf, FeedForward, load_model, read_config, save_hugging_face
+from tests.helpers import SIZES, random_transformers_model, tiny_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,7 +40,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(family: str, **changes: Any) -> Any:
-    """A tiny random model of transformers."""
     if "rope_theta" in changes:
         changes["rope_parameters"] = {"rope_type": "default", "rope_theta": changes.pop("rope_theta")}
     return random_transformers_model(family, **changes)
@@ -95,3 +95,27 @@ def test_logits_equal_transformers_which_reads_what_is_saved(case: str, tmp_path
     read = load_model(tmp_path / "ours")
     for (name, tensor), (_, other) in zip(ours.state_dict().items(), read.state_dict().items(), strict=True):
         assert torch.equal(tensor, other), name
+
+
+# ---- where a compiler reads a layer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_rows", [1, 8])
+def test_what_inductor_reads_of_a_layer_is_the_layer(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves of words, which a compiler reads as vectors, are the elements side by side, gate first."""
+    config, x = tiny_config(), torch.randn(n_rows, 1, tiny_config().dim).bfloat16()
+    plain, layer = (FeedForward(config).to(torch.bfloat16).requires_grad_(False) for _ in range(2))
+    layer.load_state_dict(plain.state_dict())
+    prepare_for_inductor(layer)
+    assert type(layer) is GeneratedFeedForward and layer(x).equal(plain(x))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), plain(x), rtol=2**-6, atol=1e-3)
+
+
+def test_compiled_bf16_training_gives_every_weight_a_gradient() -> None:
+    layer = FeedForward(tiny_config()).to(torch.bfloat16)
+    step = torch.compile(lambda x: layer(x).float().square().sum(), backend="aot_eager", fullgraph=True)
+    step(torch.randn(2, 3, tiny_config().dim).to(torch.bfloat16)).backward()
+    for name, weight in layer.named_parameters():
+        assert weight.grad is not None and weight.grad.abs().sum() > 0, name

@@ -35,7 +35,7 @@ transformers = pytest.importorskip("transformers")
 
 from gguf import GGMLQuantizationType as Kind  # noqa: E402
 
-from tests.gguf_files import byte_pair_fields, transformers_model, write_gguf  # noqa: E402
+from tests.gguf_files import byte_pair_fields, transformers_model, write_gguf, write_parts  # noqa: E402
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers reads GGUF with accelerate")
 LLAMA3 = {
@@ -190,11 +190,8 @@ def test_both_factors_of_yarn_lengthen_queries_and_keys(fields: dict[str, Any], 
 
 YARN_NONSENSE: list[tuple[dict[str, Any], str]] = [  # patterns, as in the tables below
     ({".rope.scaling.factor": None}, "scaling.factor is missing, but it must be a positive number"),
-    ({".rope.scaling.factor": 0.0}, "scaling.factor is 0.0, but it must be a positive number"),
     ({".rope.scaling.factor": 0.5}, "rope scaling factor must be at least 1, got 0.5"),
     ({".rope.scaling.original_context_length": None}, "original_context_length is missing, but it"),
-    ({".rope.scaling.original_context_length": 0}, "original_context_length is 0, but it must"),
-    ({".rope.scaling.attn_factor": 0.0}, "scaling.attn_factor is 0.0, but it must be a positive number"),
     ({".rope.scaling.yarn_attn_factor": "1"}, "yarn_attn_factor is '1', but it must be a positive"),
     ({".rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5, but it must be absent or 1.0"),
     ({".rope.scaling.yarn_log_multiplier": 0.5}, "yarn_log_multiplier is 0.5, but it must be absent or 0.0"),
@@ -292,7 +289,6 @@ def say(path: Path) -> str:
 
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({".attention.head_count": None}, "attention.head_count is missing, but it must be a whole number"),
-    ({".attention.head_count": 0}, "attention.head_count is 0"),
     ({".attention.head_count": [6, 6]}, r"attention.head_count is \[6, 6\]"),
     ({".attention.head_count_kv": 4}, "n_heads must be a multiple of n_kv_heads"),
     ({".attention.head_count": 4_000}, "at most 160, the largest size of any tensor"),
@@ -305,7 +301,6 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({".rope.dimension_count": 8}, "rope.dimension_count is 8, but it must be the size of a head"),
     ({".attention.value_length": 8}, "attention.value_length is 8"),
     ({".rope.scaling.factor": "4"}, "rope.scaling.factor is '4', but it must be a"),
-    ({".rope.scaling.factor": -4.0}, "rope.scaling.factor is -4.0, but it must be a"),
     ({".rope.scaling.type": "longrope", ".rope.scaling.attn_factor": 1.19}, "rope.scaling.type is 'longrope', but it"),
     ({".rope.scaling.attn_factor": 1.19}, "attn_factor is 1.1\\d+, but it must be abs"),
     ({".rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor is 1.0, but it must be absent or"),
@@ -323,7 +318,6 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
 
 
 def plain(*shape: int, fill: float = 0.0) -> tuple[np.ndarray, Kind]:
-    """An unquantized tensor."""
     return np.full(shape, fill, np.float32), Kind.F32
 
 
@@ -343,14 +337,24 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_rows_without_columns_cost_nothing_however_many(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("n", "name", "sizes", "said"),
+    [
+        (1, b"token_embd.weight", (0, 2**45), "token_embd.weight is empty: its shape is [35184372088832, 0]"),
+        (1, b"\x1b[31m\nred", (8,), "ends at byte"),  # would move the cursor
+        (2, b"\x1b[31m\nred", (8,), "duplicated tensor"),
+    ],
+)
+def test_sizes_and_names_that_lie_cost_nothing_and_are_shown_escaped(
+    n: int, name: bytes, sizes: tuple[int, ...], said: str, tmp_path: Path
+) -> None:
     path = tmp_path / "model.gguf"
-    name = b"token_embd.weight"
-    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 1)
     field = struct.pack("<Q", 20) + b"general.architecture" + struct.pack("<IQ", 8, 5) + b"llama"
-    tensor = struct.pack("<Q", len(name)) + name + struct.pack("<IQQIQ", 2, 0, 2**45, 0, 0)
-    path.write_bytes((head + field + tensor).ljust(4096, b"\0"))
-    assert "token_embd.weight is empty: its shape is [35184372088832, 0]" in say(path)
+    shape = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+    tensor = struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", 0, 0)
+    data = b"GGUF" + struct.pack("<IQQ", 3, n, 1) + field + tensor * n
+    path.write_bytes(data + bytes(30 if said == "ends at byte" else 4096))
+    assert said in say(path) and say(path).isprintable()
 
 
 def test_a_part_that_no_model_has_is_refused_by_its_number(made: Make, tmp_path: Path) -> None:
@@ -360,22 +364,6 @@ def test_a_part_that_no_model_has_is_refused_by_its_number(made: Make, tmp_path:
         for copy in (tmp_path / "m-00001-of-00001.gguf", path):
             shutil.copy(whole, copy)
         assert say(path) == f"{path} is named as part {number} of {count}, but parts count from 1 to their number"
-
-
-def test_a_name_that_moves_the_cursor_is_shown_escaped_where_the_file_is_damaged(tmp_path: Path) -> None:
-    name = b"\x1b[31m\nred"
-    path = tmp_path / "model.gguf"
-    tensor = struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 8, 0, 0)
-    for n, said in ((1, "ends at byte"), (2, "duplicated tensor")):
-        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, n, 0) + tensor * n + bytes(30 if n == 1 else 999))
-        assert said in say(path) and say(path).isprintable()
-
-
-def test_names_are_found_in_the_time_of_one_layer(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, asked, library = made(num_hidden_layers=12), list[int](), gguf.get_tensor_name_map
-    monkeypatch.setattr(gguf, "get_tensor_name_map", lambda arch, n: asked.append(n) or library(arch, n))
-    load_model(path)
-    assert asked and set(asked) == {1}
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [  # family, how its file is written, pattern
@@ -405,11 +393,8 @@ def test_a_field_or_a_tensor_that_makes_no_sense_is_refused_by_name(
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    assert "general.architecture is 'mamba', but it must be one of llama, qwen2, qwen3" in say(tmp_path / "model.gguf")
+    path = write_parts(tmp_path / "model.gguf", "mamba", {}, {})
+    assert "general.architecture is 'mamba', but it must be one of llama, qwen2, qwen3" in say(path)
 
 
 def test_a_vocabulary_that_disagrees_with_the_embedding_is_refused(made: Make) -> None:
@@ -438,10 +423,7 @@ def test_scales_that_are_no_numbers_are_one_sentence_and_no_warning(kind: Kind, 
 def test_what_is_not_a_gguf_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "image.gguf"
     for data, said in (
-        (
-            b"\x89PNG\r\n\x1a\n" + bytes(1000),
-            rf"{path} is not a GGUF file: it begins with b'\x89PNG', not with b'GGUF'",
-        ),
+        (b"\x89PNG" + bytes(1000), rf"{path} is not a GGUF file: it begins with b'\x89PNG', not with b'GGUF'"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "is a git-lfs pointer"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "has GGUF version 0x1"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "has GGUF version 0x3000000"),

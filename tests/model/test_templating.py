@@ -151,17 +151,6 @@ def test_what_took_too_long_leaves_no_process_and_no_descriptor(monkeypatch: pyt
     assert (sorted(children()), len(os.listdir("/proc/self/fd"))) == (processes, descriptors)
 
 
-def test_an_exit_with_unsent_bytes_is_silent() -> None:
-    program = """
-        template = echo()
-        template.render(say("first"))
-        holder = next(iter(getattr(template, "_renderers", {0: template}).values()))
-        holder._process.stdin.write(b"unsent")
-    """
-    done = run(program)
-    assert (done.stderr, done.returncode) == ("", 0)
-
-
 @on_linux
 def test_the_process_ends_though_the_one_that_asked_was_killed() -> None:
     program = """
@@ -206,15 +195,3 @@ def test_a_template_in_use_can_be_copied_and_pickled(again: Any) -> None:
     template.render(say("first"))
     second = again(template)
     assert (second.render(say("two")), template.render(say("one"))) == (">two", ">one")
-
-
-def test_a_template_is_compiled_once_and_its_error_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment as Environment
-
-    compile_, compiled = Environment.from_string, []
-    monkeypatch.setattr(Environment, "from_string", lambda *given: compiled.append(given) or compile_(*given))
-    for source, told in (("{{ messages[0] }}", {'{"text": "7"}'}), ("{% for %}", {'{"why": "Expected'})):
-        compiled.clear()
-        answers = [*templating._answers({"source": source, "special": {}}, iter(["1 [7]", "2 [7]"]))]
-        assert [answer[:1] for answer in answers] == ["1", "2"] and len(compiled) == 1
-        assert all(answer[2:].startswith(tuple(told)) for answer in answers)

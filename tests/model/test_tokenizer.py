@@ -276,30 +276,15 @@ def assert_same(folder: Path, texts: Sequence[str]) -> None:
     [
         (lambda at, proto, bpe: llama_2(at, proto, add_bos_token=True), "<s>the</s>fox</s> dog"),
         (lambda at, proto, bpe: llama_2(at, proto, add_bos_token=False), "the fox"),
-        (KINDS["byte level"], "the<|eot_id|> fox"),
+        (lambda at, proto, bpe: llama_2(at, proto, add_bos_token=True, legacy=True), "<s>fox</s>fox"),
+        # tokenizer.json decides about BOS, whatever its config says
+        (lambda at, proto, bpe: llama_3(at, bpe, add_bos_token=True), "the<|eot_id|> fox"),
+        (lambda at, proto, bpe: llama_3(at, bpe, add_bos_token=False), "the<|eot_id|> fox"),
         (KINDS["byte level without bos"], "<|im_start|>user<tool_call> the"),
     ],
 )
 def test_ids_are_those_of_transformers(make: Any, text: str, tmp_path: Path, proto: bytes, bpe: Any) -> None:
     assert_same(make(tmp_path, proto, bpe), [*TEXTS, text])
-
-
-def test_legacy_sentencepiece_puts_a_space_after_each_special_token(tmp_path: Path, proto: bytes) -> None:
-    folder = llama_2(tmp_path, proto, add_bos_token=True, legacy=True)
-    assert_same(folder, [*TEXTS, "<s>fox</s>fox"])
-    first, _, second = load(folder).encode("fox</s>fox", bos=False)
-    assert first == second
-    modern = load(llama_2(tmp_path, proto, legacy=False)).encode("fox</s>fox", bos=False)
-    assert modern[0] == first and modern[2] != first
-
-
-@pytest.mark.parametrize("says", [True, False])
-def test_tokenizer_json_decides_about_bos_whatever_its_config_says(says: bool, tmp_path: Path, bpe: Any) -> None:
-    assert_same(llama_3(tmp_path, bpe, add_bos_token=says), TEXTS)
-    assert load(tmp_path).bos_id is not None
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).unlink()
-    assert_same(qwen(tmp_path, bpe), TEXTS)
 
 
 @pytest.mark.parametrize("says", [True, False])
@@ -460,17 +445,15 @@ def test_a_template_is_found_beside_the_config_in_it_or_named_as_missing(chatty:
         "{{ " + "(" * 3000 + ")" * 3000 + " }}",
         "{{ messages[0].content.foo.bar }}",
         "{{ raise_exception('\x1b[31m') }}",
+        "x" * 2_000_000,  # over 1,048,576
     ],
+    ids=lambda template: template[:40],
 )
 def test_a_template_that_fails_or_reaches_outside_is_one_sentence(template: str, chatty: Made) -> None:
-    with pytest.raises(CheckpointError, match=r"the chat template of .* refuses these messages: \S") as refused:
+    said = r"the chat template of .* (refuses these messages: \S|has 2,000,000 characters, over 1,048,576)"
+    with pytest.raises(CheckpointError, match=said) as refused:
         chatty(chat_template=template).chat(MESSAGES)
     assert str(refused.value).isprintable()
-
-
-def test_a_template_is_bounded(chatty: Made) -> None:
-    with pytest.raises(CheckpointError, match=r"the chat template of .* has 2,000,000 characters, over 1,048,576"):
-        chatty(chat_template="x" * 2_000_000).chat(MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -549,13 +532,18 @@ def test_more_token_ids_than_the_model_has_are_refused(kind: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("token", "said"), [(10**10, "has 10000000001 token ids, but"), (-7, "has the id -7: ids start")]
+    ("added", "said"),
+    [
+        ({str(10**10): {"content": "<x>"}}, "has 10000000001 token ids, but"),
+        ({"-7": {"content": "<x>"}}, "has the id -7: ids start"),
+        ({"5": {}}, r"tokenizer_config\.json or a file next to it is damaged"),
+    ],
 )
-def test_an_added_token_without_a_row_is_refused_before_a_table_is_made(
-    token: int, said: str, tmp_path: Path, proto: bytes
+def test_an_added_token_without_a_row_or_a_text_is_refused_before_a_table_is_made(
+    added: dict[str, Any], said: str, tmp_path: Path, proto: bytes
 ) -> None:
     with pytest.raises(CheckpointError, match=said):
-        load(llama_2(tmp_path, proto, added_tokens_decoder={str(token): {"content": "<x>"}}))
+        load(llama_2(tmp_path, proto, added_tokens_decoder=added))
 
 
 def test_ids_of_a_tokenizer_json_that_are_absurd_are_refused_or_no_matter(tmp_path: Path, bpe: Any) -> None:
@@ -577,12 +565,6 @@ def test_tokens_added_next_to_a_sentencepiece_model_count_and_are_found(tmp_path
     ids = ours.encode("<|im_start|>the<think>", bos=False)
     assert ids[0] == 400 and ids[-1] == 401
     assert ours.decode(ids) == "the<think>"
-
-
-def test_a_sentencepiece_model_without_a_dummy_prefix_keeps_its_first_space(tmp_path: Path) -> None:
-    ours = load(llama_2(tmp_path, sentencepiece_proto(add_dummy_prefix=False)))
-    assert not ours.drops_first_space
-    assert ours.decode(ours.encode(" the fox")) == " the fox"
 
 
 def test_tokenizer_json_is_preferred_to_sentencepiece(
@@ -611,23 +593,17 @@ def test_a_missing_library_is_named_with_its_extra(
         ("tokenizer.model", b"", "neither a sentencepiece model nor a tiktoken file"),
         ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
         ("tokenizer.model", b"IQ== 0\nIg==\n", "is a damaged tiktoken file"),
+        ("tokenizer.model", None, "is "),  # half of one
         ("tokenizer.json", b"{", "cannot be read as JSON"),
         ("tokenizer.json", b"{}", "is not a tokenizer.json"),
     ],
 )
-def test_a_broken_file_is_named(file: str, content: bytes, says: str, tmp_path: Path) -> None:
-    (tmp_path / file).write_bytes(content)
+def test_a_broken_file_is_named(file: str, content: bytes | None, says: str, tmp_path: Path, proto: bytes) -> None:
+    (tmp_path / file).write_bytes(proto[: len(proto) // 2] if content is None else content)
     with pytest.raises(CheckpointError) as caught:
         load_tokenizer(tmp_path, CONFIG)
     assert str(caught.value).startswith(str(tmp_path / file)) and says in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_truncated_vocabulary_and_a_damaged_config_are_named(tmp_path: Path, proto: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json or a file next to it is damaged"):
-        load_tokenizer(llama_2(tmp_path, proto, added_tokens_decoder={"5": {}}), CONFIG)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model is "):
-        load_tokenizer(llama_2(tmp_path, proto[: len(proto) // 2]), CONFIG)
 
 
 def test_a_decoder_this_cannot_invert_is_refused_by_name(tmp_path: Path, bpe: Any) -> None:

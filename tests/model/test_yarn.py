@@ -13,7 +13,7 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import CausalSelf, ModelConfig, RopeScaling, Transformer, load_model
-from tests.helpers import ByteTokenizer, random_transformers_model, tiny_config, tiny_model
+from tests.helpers import ByteTokenizer, few, random_transformers_model, tiny_config, tiny_model
 from tests.model.test_config import LLAMA as CONFIG
 
 LLAMA = CONFIG | {"rope_theta": 10000.0}
@@ -38,47 +38,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "everything in the original context": {"original_max_position_embeddings": 100_000_000},
     "null where it may be": {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "beta_fast": None},
 }
-
-
-def theirs_with(family: str, rope: dict[str, Any], **changes: Any) -> Any:
-    """A tiny random model of transformers with this rotary scaling."""
-    fields = {key: value for key, value in LLAMA.items() if key not in ("architectures", "rope_theta")} | changes
-    torch.manual_seed(0)
-    return random_transformers_model(family, **fields, rope_parameters={"rope_theta": 10000.0} | rope)
-
-
-@torch.no_grad()
-def assert_same_logits(theirs: Any, ours: Transformer, starts: tuple[int, ...] = (0, 250, 100_003)) -> None:
-    """At positions inside the original window, past it, and far past the stretched one."""
-    tokens = torch.randint(0, 128, (len(starts), 90), generator=torch.Generator().manual_seed(1))
-    pos = torch.tensor(starts)[:, None] + torch.arange(90)  # [B, T]
-    for row in range(len(starts)):  # one by one: transformers makes its mask of positions in rows
-        expected = theirs(tokens[row : row + 1], position_ids=pos[row : row + 1]).logits
-        logits = ours(tokens[row : row + 1], pos[row : row + 1], CausalSelf())
-        # fp32 sums in another order: measured at most 1.6e-6 of the largest logit
-        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max(), starts[row]
-
-
-LARGE = {"factor": 3.0, "rope_theta": 1e6}
-
-
-@pytest.mark.parametrize(
-    ("family", "rope", "changes"),
-    [
-        ("Qwen2", LARGE, {}),
-        ("Qwen3", LARGE, {"head_dim": 24}),
-        ("Mistral", LARGE, {"sliding_window": None}),
-        ("Llama", LARGE, {"head_dim": 32}),
-        # all others differ in frequencies or length alone, which are compared to the bit below
-        *(("Llama", OPTIONS[name], {}) for name in ("an attention factor", "other turns", "both mscales")),
-    ],
-)
-def test_logits_equal_transformers_in_every_family_and_whatever_the_options(
-    family: str, rope: dict[str, Any], changes: dict[str, Any], tmp_path: Path
-) -> None:
-    theirs = theirs_with(family, YARN | rope, **changes)
-    theirs.save_pretrained(tmp_path)
-    assert_same_logits(theirs, load_model(tmp_path, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -110,17 +69,9 @@ def test_yarn_is_read_in_every_spelling() -> None:
     ]
     read = {ModelConfig.from_hugging_face(LLAMA | spelling, "config.json") for spelling in spellings}
     assert [config.rope_scaling for config in read] == [RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=64)]
-
-
-def test_of_two_original_lengths_the_outer_one_counts(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    raw = LLAMA | {"rope_scaling": rope, "original_max_position_embeddings": 32}
-    fields = json.loads(json.dumps({key: value for key, value in raw.items() if key != "architectures"}))
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, attn_implementation="eager")).eval()
-    theirs.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert_same_logits(theirs, load_model(tmp_path, dtype=torch.float32))
+    outer = {"rope_scaling": {"type": "yarn", **rest}, "original_max_position_embeddings": 32}  # the outer one counts
+    scaling = ModelConfig.from_hugging_face(LLAMA | outer, "config.json").rope_scaling
+    assert scaling and scaling.original_max_seq_len == 32
 
 
 @pytest.mark.parametrize(
@@ -137,14 +88,6 @@ def test_of_two_original_lengths_the_outer_one_counts(tmp_path: Path) -> None:
 def test_yarn_extends_the_positions_and_never_takes_any(stated: int, scaling: dict[str, Any], positions: int) -> None:
     raw = LLAMA | {"max_position_embeddings": stated, "rope_scaling": {"type": "yarn", **scaling}}
     assert ModelConfig.from_hugging_face(raw, "config.json").max_seq_len == positions
-
-
-def test_other_scalings_leave_positions_and_length_as_they_are() -> None:
-    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    for scaling in ({"type": "linear", "factor": 8.0}, {"type": "llama3", "factor": 8.0, **llama3}):
-        config = ModelConfig.from_hugging_face(LLAMA | {"rope_scaling": scaling}, "config.json")
-        assert config.max_seq_len == 256
-        assert config.rope_scaling and config.rope_scaling.length == 1.0
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -199,15 +142,15 @@ def test_a_scaling_built_of_nonsense_is_refused(changes: dict[str, Any], says: s
 
 
 def test_the_first_layers_of_a_model_rotate_as_all_do() -> None:
-    yarn = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=32)
-    model = tiny_model(tiny_config(rope_scaling=yarn))
+    model = tiny_model(tiny_config(rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=32)))
     tokens, pos = torch.arange(40)[None], torch.arange(200, 240)[None]
     assert torch.equal(model.first_layers(2)(tokens, pos, CausalSelf()), model(tokens, pos, CausalSelf()))
 
 
-@pytest.mark.parametrize("policy", ["off", "quest", "early_exit"])
+@pytest.mark.parametrize("policy", few(["off", "quest", "early_exit"], ["quest"]))
 def test_an_engine_says_past_the_original_window_what_transformers_says(policy: str, tmp_path: Path) -> None:
-    theirs = theirs_with("Qwen2", YARN, vocab_size=258)
+    fields = {key: value for key, value in CONFIG.items() if key != "architectures"} | {"vocab_size": 258}
+    theirs = random_transformers_model("Qwen2", **fields, rope_parameters={"rope_theta": 10000.0} | YARN)
     theirs.save_pretrained(tmp_path)
     ids = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.no_grad():

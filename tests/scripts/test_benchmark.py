@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,15 @@ import torch
 
 import benchmark
 from flags import gammas, sizes
-from gpt_fast_sd import DraftConfig, EngineConfig
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring import chips, modes, points, turns
 from measuring.chips import Chip, Rates
 from measuring.forecast import System
-from measuring.grid import Point, Setting, name_of
+from measuring.grid import Point, Setting
 from tests.helpers import Refuses, tiny_config
+
+Printed = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "cpu"
@@ -35,7 +36,7 @@ PNG = b"\x89PNG"
 class Bench:
     """Runs of benchmark.py in this process, whose results go into one file of a folder of their own."""
 
-    def __init__(self, folder: Path, before: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, folder: Path, before: list[str], capsys: Printed) -> None:
         self.folder, self.before, self.capsys = folder, before, capsys
         self.file = folder / "results.json"
 
@@ -44,7 +45,6 @@ class Bench:
         return [*self.before, "--json", str(self.file), *(word for flag in flags for word in str(flag).split())]
 
     def code(self, *flags: object) -> int:
-        """The exit code of a run."""
         self.capsys.readouterr()
         try:
             benchmark.main(self.argv(*flags))
@@ -73,21 +73,19 @@ class Bench:
 
 
 @pytest.fixture
-def sweep(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Bench:
+def sweep(tiny_folder: Path, tmp_path: Path, capsys: Printed, monkeypatch: Patch) -> Bench:
     """Of a tiny model and random tokens; the machine's rates are not measured, which takes seconds."""
     monkeypatch.setattr(modes, "rates_here", lambda *_: Rates(copy=2e9, read=1e9, matmul=4e9))
     return Bench(tmp_path, ["--model", str(tiny_folder), *SHORT, "--synthetic"], capsys)
 
 
 @pytest.fixture
-def by_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
+def by_budget(tmp_path: Path, capsys: Printed) -> Bench:
     return Bench(tmp_path, BUDGET, capsys)
 
 
 @pytest.fixture
-def lossless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
+def lossless(tmp_path: Path, capsys: Printed) -> Bench:
     return Bench(tmp_path, LOSSLESS, capsys)
 
 
@@ -134,7 +132,7 @@ def test_every_point_is_in_the_file_and_in_the_table(sweep: Bench) -> None:
     assert "12 of 12 rows equal plain decoding, token for token" in out
 
 
-def test_rates_are_measured_before_an_engine_fills_the_device(sweep: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_measured_before_an_engine_fills_the_device(sweep: Bench, monkeypatch: Patch) -> None:
     order: list[str] = []
     rates, build = modes.rates_here, modes.Job.build
     monkeypatch.setattr(modes, "rates_here", lambda *of: order.append("rates") or rates(*of))
@@ -144,7 +142,7 @@ def test_rates_are_measured_before_an_engine_fills_the_device(sweep: Bench, monk
 
 
 @pytest.mark.parametrize(("free", "copied"), [(6, 1.5), (80, 4)])
-def test_rates_of_a_card_take_no_more_than_is_free(free: int, copied: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_of_a_card_take_no_more_than_is_free(free: int, copied: float, monkeypatch: Patch) -> None:
     asked: Record = {}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 1 << 40))
     monkeypatch.setattr(chips, "measure", lambda device, **how: asked.update(how))
@@ -152,7 +150,7 @@ def test_rates_of_a_card_take_no_more_than_is_free(free: int, copied: float, mon
     assert asked["n_bytes"] == copied * 2**30
 
 
-def test_capture_seconds_are_kept_out_of_speeds(sweep: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_seconds_are_kept_out_of_speeds(sweep: Bench, monkeypatch: Patch) -> None:
     done = turns.run
 
     def capturing(*args: Any, **kwargs: Any) -> turns.Run:
@@ -176,9 +174,7 @@ def test_a_smaller_model_and_an_early_exit_draft_beside_the_others(sweep: Bench,
     assert all(r["predicted"]["speedup"] > 0 for r in sweep.points)
 
 
-def test_a_sweep_that_was_interrupted_goes_on_where_it_ended(
-    sweep: Bench, monkeypatch: pytest.MonkeyPatch, refuses: Refuses
-) -> None:
+def test_an_interrupted_sweep_goes_on_where_it_ended(sweep: Bench, monkeypatch: Patch, refuses: Refuses) -> None:
     flags, original, measured = "--batch 1,2 --context 40,60", benchmark.BySize.measure, list[tuple[int, int]]()
 
     def interrupted(mode: Any, point: Point, *others: Any) -> Record:
@@ -218,19 +214,9 @@ def test_several_temperatures_share_prompts_that_are_prefilled_once(sweep: Bench
     assert len(sweep.points) == 6
 
 
-def test_a_file_with_one_temperature_for_all_points_is_continued(sweep: Bench) -> None:
-    flags = "--batch 1 --context 40 --temperature"
-    assert sweep.code(flags, "0.8") == 0
-    document = sweep.document
-    document["settings"]["temperature"] = document["points"][0].pop("temperature")
-    sweep.file.write_text(json.dumps(document))
-    assert sweep.code(flags, "0,0.8") == 0
-    assert [r["temperature"] for r in sweep.points] == [0.8, 0.0]
-
-
 @pytest.mark.parametrize("flags", ["", "--synthetic", "--sweep precision"])
 def test_a_batch_that_no_memory_holds_is_refused_before_its_prompts_are_made(
-    sweep: Bench, monkeypatch: pytest.MonkeyPatch, flags: str
+    sweep: Bench, monkeypatch: Patch, flags: str
 ) -> None:
     monkeypatch.setattr(benchmark.prompts, "round_the_text", None)
     monkeypatch.setattr(modes, "MOST_RANDOM", 1000)
@@ -239,9 +225,7 @@ def test_a_batch_that_no_memory_holds_is_refused_before_its_prompts_are_made(
     assert "skipped: batch_size 1000000000 x max_seq_len" in out and "nothing could be measured" in err
 
 
-def test_a_point_that_does_not_fit_or_fails_is_recorded_and_the_others_go_on(
-    sweep: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_point_that_does_not_fit_or_fails_is_recorded_and_the_others_go_on(sweep: Bench, monkeypatch: Patch) -> None:
     original, broken = benchmark.BySize.measure, [60]
 
     def sometimes(mode: Any, point: Point, *others: Any) -> Record:
@@ -261,7 +245,7 @@ def test_a_point_that_does_not_fit_or_fails_is_recorded_and_the_others_go_on(
     assert sorted(r["status"] for r in sweep.points) == ["failed", "measured", "measured", "measured"]
 
 
-def test_output_that_is_not_plain_decodings_is_an_error_in_fp32(sweep: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_is_not_plain_decodings_is_an_error_in_fp32(sweep: Bench, monkeypatch: Patch) -> None:
     original, flags = turns.run, "--batch 2 --context 40 --fresh"
 
     def lossy(engine: Any, *others: Any, speculate: bool) -> turns.Run:
@@ -343,7 +327,7 @@ def test_every_policy_and_budget_is_a_point_and_what_cannot_be_built_is_named(by
 
 
 def test_without_pairs_acceptance_is_that_of_timed_runs_and_nothing_is_timed(
-    by_budget: Bench, monkeypatch: pytest.MonkeyPatch, refuses: Refuses
+    by_budget: Bench, monkeypatch: Patch, refuses: Refuses
 ) -> None:
     runs, original = [], turns.run
 
@@ -376,20 +360,6 @@ def test_times_of_another_machine_or_of_other_pairs_are_not_continued(by_budget:
     for name, value in others.items():
         by_budget.file.write_text(json.dumps(written | {"settings": written["settings"] | {name: value}}))
         assert f"was measured with {name} {value}, not" in refuses(benchmark.main, *by_budget.argv(flags))
-    for name in others:  # as files of before they were told
-        del written["settings"][name]
-    by_budget.file.write_text(json.dumps(written))
-    assert "1 of 1 points are in" in by_budget.said(flags)
-    by_budget.file.write_text(json.dumps(written | {"environment": written["environment"] | {"threads": 64}}))
-    assert "was measured with threads 64, not" in refuses(benchmark.main, *by_budget.argv(flags))
-
-
-def test_several_texts_share_the_rows(by_budget: Bench) -> None:
-    for name, sentence in (("a.txt", "The captain wrote. "), ("b.txt", "Rain fell on the hills. ")):
-        (by_budget.folder / name).write_text(sentence * 60, encoding="utf-8")
-    texts = (by_budget.folder / name for name in ("a.txt", "b.txt"))
-    assert by_budget.code("--pairs 0 --draft lookup --text", *texts) == 0
-    assert by_budget.document["settings"]["text"] == "a.txt, b.txt"
 
 
 # ---- lossless --------------------------------------------------------------------------------------------------------
@@ -408,7 +378,7 @@ def test_every_policy_emits_what_plain_decoding_emits(lossless: Bench) -> None:
 
 
 @pytest.fixture
-def _astray(monkeypatch: pytest.MonkeyPatch) -> None:
+def _astray(monkeypatch: Patch) -> None:
     """Speculation says another token than plain decoding, at one place."""
     decode = benchmark.Lossless.decode
 
@@ -421,9 +391,7 @@ def _astray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_astray")
-def test_a_divergence_is_printed_with_its_gap_and_fails_the_run(
-    lossless: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_divergence_is_printed_with_its_gap_and_fails_the_run(lossless: Bench, monkeypatch: Patch) -> None:
     assert lossless.code("--draft lookup") == 1
     out, err = lossless.capsys.readouterr()
     assert "not token-identical to plain decoding: lookup" in err
@@ -448,54 +416,16 @@ def test_in_16_bits_a_near_tie_is_counted_and_anything_further_apart_fails_the_r
 # ---- the pieces ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("files", "picture"),
-    [
-        (["sweep/sweep.json"], "speedup_by_context.png"),
-        (["smollm2/acceptance_2000_t0.json", "smollm2/acceptance_4000_t0.json"], "acceptance.png"),
-        (["speculation/speed_8000x1.json", "speculation/speed_16000x8.json"], "ratios.png"),
-        (["speculation/auto_512.json"], "ratios.png"),
-    ],
-)
-def test_files_in_the_repository_are_drawn(tmp_path: Path, files: list[str], picture: str) -> None:
+def test_files_in_the_repository_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    benchmark.main(["--draw", *(str(RESULTS / file) for file in files), "--plots", str(tmp_path)])
-    assert (tmp_path / picture).read_bytes().startswith(PNG)
+    files = [str(RESULTS / "speculation" / f"speed_{name}.json") for name in ("8000x1", "16000x8")]
+    benchmark.main(["--draw", *files, "--plots", str(tmp_path)])
+    assert (tmp_path / "ratios.png").read_bytes().startswith(PNG)
 
 
 def test_sizes_and_gammas_are_read_as_they_are_written() -> None:
     assert sizes("4k,1K,500,4000") == [500, 1000, 4000]
     assert gammas("auto,6,4,6") == ["auto", 6, 4]
-
-
-def test_help_names_who_may_draft_and_what_stands_in_for_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        benchmark.main(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "who drafts; one of full, streaming" in shown and "hierarchy, hierarchy/standalone (default: str" in shown
-    for said in (
-        "streaming; all but full with --sweep budget, all with --lossless", "for each point (default: 3)",
-        "256; 64,128,256,512 with --sweep budget; 64 with --lossless", "--lossless (default: 0; 1 with --lossless)",
-    ):  # fmt: skip
-        assert said in shown
-
-
-def test_every_field_of_an_engine_and_a_draft_has_its_flag_or_follows_from_another() -> None:
-    args = benchmark.parse([])
-    here = {*vars(args), "compile", "max_seq_len", "policy", "cheap", "batch_size"}  # --no-compile, --context, --draft
-    assert {name_of(f) for config in (EngineConfig, DraftConfig) for f in fields(config) if f.init} <= here | {"draft"}
-    draft = ["--draft", "quest", "--page", "32", "--n-sink", "8", "--ngram", "5", "--refresh", "9"]
-    given = benchmark.draft_fields(vars(benchmark.parse(draft)))
-    assert (given["page"], given["n_sink"], given["ngram"], given["refresh"]) == (32, 8, 5, 9)
-
-
-def test_without_a_text_the_bundled_document_is_shared_out_over_the_rows() -> None:
-    mode = benchmark.ByBudget(benchmark.prepare(benchmark.parse(["--sweep", "budget", "--no-compile"])))
-    assert len(mode.prompts) == 4 and len({tuple(prompt) for prompt in mode.prompts}) == 4
-    assert {len(prompt) for prompt in mode.prompts} == {len(mode.prompts[0])}
-    assert 1000 <= len(mode.prompts[0]) <= 4096
-    assert {point.setting.policy for point in mode.points} >= {"streaming", "snapkv", "quest", "guided", "lookup"}
-    assert not mode.job.skipped
 
 
 def test_the_prediction_is_the_rooflines_at_the_gammas_and_tokens_that_were_seen() -> None:

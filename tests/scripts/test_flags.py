@@ -108,19 +108,6 @@ def test_what_is_typed_is_what_the_configuration_holds(program: str, config: typ
     assert getattr(untouched, name) != value
 
 
-def test_a_program_may_describe_a_field_differently_or_omit_it(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    budgets = {"type": flags.sizes, "default": [64, 256], "flag": "--budgets"}
-    flags.add_flags(parser, DraftConfig, budget=budgets, view=None)
-    args = parser.parse_args(["--budgets", "1k,512"])
-    assert args.budgets == [512, 1000] and not hasattr(args, "view")
-    assert flags.config_of(DraftConfig, args, budget=512, view=None) == DraftConfig(budget=512)
-    parser.print_help()
-    assert "(default: 64,256)" in capsys.readouterr().out
-    with pytest.raises(AssertionError, match="DraftConfig has no field budgets"):
-        flags.add_flags(argparse.ArgumentParser(), DraftConfig, budgets={})
-
-
 # fields that benchmark.py has no flag for: --draft names who is cheap, --context says how long, and no row ends early
 ELSEWHERE = {"cheap", "max_seq_len", "stop", "ignore_eos"}
 WITH_A_MODEL = {"draft_model", "draft_tp", "cheap"}
@@ -141,7 +128,6 @@ SEVERAL = {
 
 
 def helped(parse: Parse, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What a program says of itself, in one line."""
     with pytest.raises(SystemExit) as stopped:
         parse([*argv, "--help"])
     assert stopped.value.code == 0

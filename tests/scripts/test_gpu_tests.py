@@ -90,7 +90,7 @@ def test_the_truth_of_selections_breaks_ties_downwards_and_takes_nan_last() -> N
     assert shortfall(q, bounds, closed, torch.tensor([[[2, 1]]])) == float("inf")  # not in order
 
 
-def test_the_smoke_test_finds_rows_that_are_short_and_text_that_drafting_changes(
+def test_the_smoke_test_finds_short_rows_and_text_that_drafting_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = test_smoke.made(PLACE, "--prompt", test_smoke.SHORT, "--gamma", "2")

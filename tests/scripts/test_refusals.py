@@ -13,11 +13,13 @@ import batch
 import benchmark
 import evaluate
 import generate
+import gpu_suite
 import needles
 import plan
+import steps
 import verify
 from gpt_fast_sd.loading import BUNDLED
-from maintain import build_wheel
+from maintain import build_wheel, record
 from scripts import minimal
 from tests.helpers import Refuses
 
@@ -30,6 +32,7 @@ NOT_LOSSLESS = "pairs", "seconds", "context", "plots"
 PROGRAMS: dict[str, tuple[Callable[[list[str]], object], str]] = {  # and the flags before those that are wrong
     "generate.py": (generate.main, "--model bundled --no-compile --max-new-tokens 6 --gamma 2"),
     "batch.py": (batch.main, "{folder}/in.jsonl {folder}/out.jsonl --model {model} --no-compile --budget 16"),
+    "batch.py otherwise": (batch.main, "--model {model} --no-compile"),
     "benchmark.py": (benchmark.main, "--model {model} --no-compile --max-new-tokens 8 --budget 16 --synthetic"),
     "benchmark.py otherwise": (benchmark.main, ""),
     "evaluate.py": (evaluate.main, "--text {document} --contexts 128 --lengths 96 --depths 0.5 --entries 2 --n 1"),
@@ -38,6 +41,10 @@ PROGRAMS: dict[str, tuple[Callable[[list[str]], object], str]] = {  # and the fl
     "plan.py": (plan.main, "--model meta-llama/Llama-3.1-8B"),
     "plan.py without a model": (plan.main, ""),
     "minimal.py": (minimal.main, ""),
+    "steps.py": (steps.main, ""),
+    "gpu_suite.py": (gpu_suite.main, "{folder}/out --device cpu --tiny --pairs 1"),
+    "gpu_suite.py otherwise": (gpu_suite.main, "{folder}/out"),
+    "record.py": (record.main, ""),
     "build_wheel.py": (build_wheel.main, ""),
 }
 REFUSED = {
@@ -45,31 +52,28 @@ REFUSED = {
         *((f"--prompt '{text}'", "empty") for text in ("", " \n")),
         (f"--prompt '{'word ' * 20000}'", "over max_seq_len 16,384"),
         *((f"--{flag} nowhere.txt", "nowhere.txt") for flag in ("prompt-file", "prompts")),
-        ("--prompt a --dtype fp8", "'fp8'"),
-        ("--prompt a --gamma few", "'few'"),
         ("--prompt a --draft lookup --budget 64", "--budget does nothing for --draft lookup: leave"),
-        ("--prompt a --draft standalone", "needs draft_model"),
         ("--prompt a --draft standalone --draft-model nowhere", "no folder nowhere"),
-        ("--prompt a --draft standalone --draft-model tests", "tests is not a model folder"),
-        ("--prompt a --draft early_exit --exit-layers 6", "below the model's 6 layers"),
         ("--prompt a --draft off --compare", "--compare needs a draft policy"),
-        ("--prompt a --temperature -1", "-1"),
-        ("--prompt a --max-seq-len 0", "--max-seq-len: expected a whole number of at least 1, got '0'"),
         ("--prompt a --max-seq-len 6", "together 8, over max_seq_len 6, as --max-seq-len says"),
         ("--prompt a --max-seq-len 20000", "--max-seq-len 20,000 is over the model's 16,384 positions"),
         ("--prompt a --model tests", "no config.json"),
-        ("--prompt a --json nowhere/run.json", "nowhere"),
         ("--prompt a --report {folder}/none/run.html", "there is no folder"),
-        ("--prompt a --report {folder}", "it is a folder"),
         ("--prompt a --report {folder}/pipe", "it is no file that can be replaced"),
         ("--prompt a --chat", "chat template"),
         ("--prompt a\udcff", "--prompt: character 1 of the text is U+DCFF"),  # argv of bytes that are no UTF-8
         ("--prompt a --stop a\udcff", "stop holds U+DCFF, half a character"),
         ("--prompt a --model ''", ""),
         ("--prompt-file {folder}/bytes.txt", "is not UTF-8 text: byte 3 is 0xe9"),
-        ("--prompt a --frobnicate", "--frobnicate"),
         *((f"--prompt a --threads {n}", "--threads") for n in ("0", "1000000000", "99999999999999999999")),
         ("--prompt a --prompts b.jsonl", "not allowed with"),
+        ("--document {document}", "stands before prompts: give --prompt"),
+        ("--prompt a --document nowhere.txt", "No such file"),
+        *((f"--prompt a --document {{folder}}/{name}.txt", f"{name}.txt is empty") for name in ("empty", "blank")),
+    ],
+    "batch.py otherwise": [
+        ("nowhere.jsonl out.jsonl", "nowhere.jsonl is not there"),
+        ("/dev/null {folder}/out.jsonl", "is no file that can be read twice"),
     ],
     "batch.py": [
         ("--max-seq-len 5000", "--max-seq-len 5,000 is over the model's 4,096 positions"),
@@ -84,25 +88,21 @@ REFUSED = {
         ("--context 1", "a context has at least 2 tokens, got 1"),
         ("--context 1m", "as in 1k,4k,500; got '1m'"),
         ("--draft psychic", "there is no policy 'psychic'"),
-        ("--draft off", "there is no policy 'off'"),
         ("--budget 8", "budget must be at least 12 for streaming, got 8"),
         ("--gamma few", "'few'"),
         ("--temperature -1", "temperature must be 0 (greedy) or a positive number"),
         ("--temperature 0,hot", "expected numbers, as in 0,0.8; got '0,hot'"),
         ("--pairs 0", "--pairs 0 counts acceptance, which is for --sweep budget"),
         ("--device tpu", "'tpu'"),
-        ("--tp 3", "tp must divide the number of processes"),
         ("--plots README.md", "--plots needs a folder"),
         ("--text README.md", "exclude each other"),
         ("--precisions none", "--precisions does nothing with --sweep size"),
         (f"{PRECISION} --kv-dtype int8", "--kv-dtype is what --precisions varies: name it there"),
         (f"{PRECISION} --precisions int8/int8/int8/int8", "a precision is CACHE, CACHE/DRAFTS or"),
         (f"{PRECISION} --precisions int7", "kv_dtype"),
-        (f"{PRECISION} --precisions none/int7", "quantize"),
         (f"{PRECISION} --draft lookup", "quantize"),
         (f"{PRECISION} --precisions none,none/float8", "quantize 'float8' of a draft runs on device 'cuda'"),
         (f"{PRECISION} --precisions none/int4/int8", "needs a target with plain weights, or of that precision"),
-        (f"{PRECISION} --precisions int8 --dtype fp16", "kv_dtype 'int8' is not for models in fp16"),
         (f"{PRECISION} --draft quantized", "measures caches in bytes, and quantized reads planes"),
         (f"{PRECISION} --draft-kv-bits 4", "measures caches in bytes, and streaming reads planes"),
     ],
@@ -112,13 +112,11 @@ REFUSED = {
         (f"{BUDGET} --context 1", "a context of 1 does not fit: from 2 to 16,378"),
         (f"{BUDGET} --context 100,200", "--sweep budget measures with one --context, got 2"),
         (f"{BUDGET} --gamma 2,3", "--sweep budget measures with one --gamma, got 2"),
-        (f"{BUDGET} --budget 8,64", "budget must be at least 12 for streaming, got 8"),
         (f"{BUDGET} --synthetic", "--sweep budget is about texts: leave --synthetic out"),
         (f"{LOSSLESS} --budget 64,128", "--lossless measures with one --budget, got 2"),
         (f"{LOSSLESS} --shortest 99", "prompts of 99 to 90 tokens"),
         (f"{LOSSLESS} --longest 20000", "tokens, too few for prompts of up to 20,000"),
         (f"{LOSSLESS} --temperature 0.8", "--lossless compares greedy outputs"),
-        (f"{LOSSLESS} --draft standalone --draft-model nowhere", "no folder nowhere"),
         ("--draw README.md --plots x", "README.md holds no results of this program"),
         ("--draw x.json", "--draw needs --plots DIR to draw into"),
         ("--text README.md README.md", "two texts have one name"),
@@ -129,7 +127,6 @@ REFUSED = {
         *((f"--{name} 9", f"--{name} does nothing with --sweep size") for name in ("shortest", "longest")),
         *((f"{DRAWN} --{given}", "does nothing with --draw: leave") for given in ("pairs 9", "json y", "no-compile")),
         ("--exit-layers 1", "exit_layers does nothing for streaming: leave it out"),
-        ("--draft-model bundled", "draft_model does nothing for streaming"),
         (f"{BUDGET} --draft quest,lookup --view full", "view does nothing for quest and lookup"),
         ("--fresh", "--fresh forgets what --json holds, and there is no --json"),
         *((f"--seconds {n}", f"expected a positive number of seconds, got '{n}'") for n in ("inf", "nan", "0")),
@@ -143,7 +140,6 @@ REFUSED = {
         *((f"--{name} 0", "whole number of at least 1, got '0'") for name in ("entries", "contexts", "lengths")),
         *((f"--depths {depth}", f"expected a number from 0 to 1, got '{depth}'") for depth in ("nan", "2")),
         ("--lengths 12", "a needle does not fit into 12 tokens"),
-        ("--kv-dtype int3", "kv_dtype must be"),
         ("--reference nowhere", "no folder nowhere"),
         ("--card x.md", "--card needs --log"),
         ("--books .", "not allowed with argument --text"),
@@ -155,7 +151,6 @@ REFUSED = {
         ("--lengths 30", "does not fit into 30 tokens"),
         ("--budget 8", "budget must be at least 12"),
         ("--fresh", "--fresh forgets what --json holds"),
-        ("--tp 2", "unrecognized arguments: --tp 2"),
     ],
     "verify.py": [
         ("--draft off", "--draft off is plain decoding"),
@@ -163,12 +158,10 @@ REFUSED = {
         *((f"--context {n}", f"prompts of up to {n:,} tokens: allowed are 16 to") for n in (3, 999_999)),
         ("--batch-size 1000000000", "batch_size 1000000000 x max_seq_len"),
         ("--samples 1000000000000", "expected at most 1,000,000 samples, got '1000000000000'"),
-        ("--samples 0", "expected a whole number of at least 1, got '0'"),
         ("--soak -1", "expected a whole number of at least 1, got '-1'"),
         ("--text nowhere.txt", "nowhere.txt"),
         ("--text {document} --json {document}", "document.txt"),
         ("--draft quantized", "int8"),
-        ("--quantize float8", "float8"),
     ],
     "plan.py": [
         ("--device H300", "got 'H300'"),
@@ -179,22 +172,14 @@ REFUSED = {
         ("--device H200 --policy foo", "policy must be one of"),
         ("--device H200 --policy off", "drafts nothing"),
         ("--device H200 --policy lookup", "no published acceptance of lookup is known"),
-        ("--device H200 --policy streaming --budget 3", "budget must be at least 12 for streaming, got 3"),
-        ("--device H200 --acceptance nan", "acceptance must be a rate from 0 to 1"),
         ("--device H200 --memory nan", "memory must be a positive number of GiB, got nan"),
-        ("--device H200 --tp 2 --link 0", "bandwidth of a link must be positive, got 0.0"),
         ("--bandwidth 0 --flops 4", "bandwidth must be a positive number of GB/s, got 0"),
-        ("--bandwidth 4 --flops nan", "peak must be a positive number of TFLOP/s, got nan"),
         ("--bandwidth 4", "--device says, or --bandwidth and --flops"),
         ("--device H200 --link 100", "--link does nothing on one device: leave it out, or say --tp"),
         ("--device H200 --network 50", "--network does nothing on one device"),
-        ("--device A100 --quantize float8", "needs a GPU that multiplies float8, and A100-80G SXM does"),
-        ("--device A100 --draft-quantize float8", "quantize 'float8' needs a GPU that multiplies float8"),
         ("--kv-dtype fp8", "argument --kv-dtype: invalid choice: 'fp8' (choose from"),
         ("--device H200 --quantize int4 --dtype fp16", "quantize 'int4' needs bf16 weights, not fp16: use"),
-        ("--device H200 --draft-quantize float8 --dtype fp32", "needs bf16 weights, not fp32"),
         ("--device H200 --quantize int8 --draft-quantize int4", "needs a target with plain weights, or of that preci"),
-        ("--device H200 --tp 8 --draft-quantize int4", "quantize 'int4' of a draft pads inputs to multiples of 1,024"),
         ("--device H200 --acceptance {folder}/sweep.json", "sweep.json is damaged: KeyError("),
     ],
     "plan.py without a model": [
@@ -220,6 +205,25 @@ REFUSED = {
         ("--prompt-file {folder}/bytes.txt", "can't decode byte 0xe9"),
         ("--model 'no such model'", "no folder no such model"),
     ],
+    "steps.py": [("--batch 0", "--batch")],
+    "gpu_suite.py": [
+        ("--stages machine,lunch", "--stages names 'lunch'; there are test-smoke,"),
+        ("--stages=", "--stages names ''; there are test-smoke,"),
+        ("--budget-seconds 0", "--budget-seconds must be at least 405 for test-rounds, got 0"),
+        ("--budget-seconds nan", "--budget-seconds must be at least 405 for test-rounds, got nan"),
+        ("--stages machine,test-kernels --budget-seconds 100", "at least 245 for test-kernels, got 100"),
+        ("--pairs 0", "--pairs must be at least 1, got 0"),
+        ("--texts nowhere.txt", "there is no text file nowhere.txt"),
+    ],
+    "gpu_suite.py otherwise": [("--device cpu", "--device cpu is for a dry run: give --tiny too")],
+    "record.py": [
+        ("run.png", "ending in .svg"),
+        ("nowhere/run.svg", "a folder that is there"),
+        ("run.svg", "run.cast"),
+        ("run.svg --speed 0", "--speed must be greater than 0, got 0.0"),
+        ("run.svg --hold inf -- true", "--hold must be finite, got inf"),
+        ("{folder}/other.svg", "is no recording"),
+    ],
     "build_wheel.py": [
         ("--sets avx3", "--sets avx3: CPUs of this kind have "),
         ("--head-dims 72", "--head-dims 72: allowed are"),
@@ -230,7 +234,7 @@ REFUSED = {
 }
 ALIKE = [  # programs, of which each has this flag
     ("batch.py benchmark.py evaluate.py needles.py generate.py", "--model nowhere", "no folder nowhere"),
-    ("benchmark.py evaluate.py needles.py", "--json nowhere/x.json", "there is no folder"),
+    ("benchmark.py evaluate.py needles.py steps.py", "--json nowhere/x.json", "there is no folder"),
     ("batch.py benchmark.py needles.py", "--draft standalone", "needs draft_model"),
     ("evaluate.py needles.py", "--plot x.txt", "its name must end in .png"),
 ]
@@ -247,11 +251,14 @@ def test_nonsense_is_refused_in_one_sentence(
     monkeypatch.setattr(build_wheel, "build_kernel", None)
     (tmp_path / "in.jsonl").write_text('{"prompt": [1, 2]}\n')
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "blank.txt").write_text(" \n")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "bytes.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "other.cast").write_text('{"version": 2}\n["a", "o", "b"]\n')
     point = '{"status": "measured", "acceptance_by_position": [0.5]}'  # lacks nearly all
     (tmp_path / "sweep.json").write_text(f'{{"benchmark": "batch", "settings": {{}}, "points": [{point}]}}')
     main, before = PROGRAMS[program]
     argv = f"{before} {flags}".format(folder=tmp_path, model=tiny_folder, document=BUNDLED / "document.txt")
     found = refuses(main, *shlex.split(argv))
     assert found.startswith(f"{program.split()[0]}: ") and said in found
+    assert not (tmp_path / "out").exists()

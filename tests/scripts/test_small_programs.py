@@ -1,4 +1,4 @@
-"""Programs on a small scale: verify.py, needles.py, evaluate.py and steps.py print, write and go on as they should."""
+"""Programs on a small scale: verify, needles, evaluate, steps and plan print, write and go on as they should."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 import evaluate
 import needles
+import plan
 import verify
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import BUNDLED
@@ -22,6 +23,10 @@ from scripts.steps import main as steps_main
 from scripts.steps import time_steps
 from tests.helpers import Refuses, random_ids, tiny_config, tiny_model
 
+Printed = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = BUNDLED / "document.txt"
 NEEDLES = f"--text {DOCUMENT} --lengths 192 --n 3 --budget 64 --batch-size 2".split()
 NEEDLES += ["--draft", "streaming,guided", "--kinds", "needle,prose"]
@@ -46,9 +51,7 @@ def small(tiny_folder: Path) -> list[str]:
     return ["--model", str(tiny_folder), "--no-compile", "--dtype", "fp32", *sizes]
 
 
-def test_it_prints_a_line_for_each_check_and_writes_what_it_found(
-    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_check_is_a_line_and_is_written(small: list[str], tmp_path: Path, capsys: Printed) -> None:
     file = tmp_path / "proof.json"
     assert verify.main([*small, "--budget", "32", "--samples", "40", "--json", str(file)]) == 0
     first, second, *lines = capsys.readouterr().out.splitlines()
@@ -61,9 +64,7 @@ def test_it_prints_a_line_for_each_check_and_writes_what_it_found(
     assert document["passed"] and [one["check"] for one in document["findings"]] == checks
 
 
-def test_one_failed_check_is_named_and_is_exit_code_1(
-    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_failed_check_is_named_and_is_exit_code_1(small: list[str], capsys: Printed, monkeypatch: Patch) -> None:
     findings = [Finding("greedy", True, "fine"), Finding("seeds", False, "1 of 4 outputs are others")]
     monkeypatch.setattr(lossless, "prove", lambda *_: iter(findings))
     assert verify.main(small) == 1
@@ -71,9 +72,7 @@ def test_one_failed_check_is_named_and_is_exit_code_1(
     assert "FAILED  seeds    1 of 4" in out and "FAILED: seeds, " in out
 
 
-def test_a_soak_goes_through_all_policies(
-    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_soak_goes_through_all_policies(small: list[str], capsys: Printed, monkeypatch: Patch) -> None:
     real, drafts = soak.soak, list[str]()
 
     def short(engine: Any, every: Any, texts: Any, seconds: float, **how: Any) -> soak.Soaked:
@@ -98,9 +97,7 @@ def test_a_soak_goes_through_all_policies(
 # ---- needles.py ------------------------------------------------------------------------------------------------------
 
 
-def test_needles_writes_counts_and_spread_of_every_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refuses: Refuses
-) -> None:
+def test_needles_writes_counts_and_spread_of_every_policy(tmp_path: Path, capsys: Printed, refuses: Refuses) -> None:
     pytest.importorskip("matplotlib")
     file, picture = tmp_path / "needles.json", tmp_path / "needles.png"
     needles.main([*NEEDLES, "--json", str(file), "--plot", str(picture)])
@@ -129,7 +126,7 @@ def test_needles_writes_counts_and_spread_of_every_policy(
     assert "was measured with gamma 4, not 2" in refuses(needles.main, *NEEDLES, "--json", file, "--gamma", 2)
 
 
-def test_the_slots_keep_their_keys_from_policy_to_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slots_keep_their_keys_from_policy_to_policy(monkeypatch: Patch) -> None:
     prefilled: list[tuple[str, int]] = []
     generate = Engine.generate
 
@@ -152,9 +149,8 @@ def measured(tmp_path: Path, *flags: str) -> dict[str, Any]:
     return read(tmp_path / "measured.json")
 
 
-def test_fewer_bits_are_compared_with_the_same_model_without_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fewer_bits_are_compared_with_the_whole_model(tmp_path: Path, capsys: Printed, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(evaluate, "NEW_TOKENS", 8)  # of samples, which take most of the time
     result = measured(tmp_path, "--kv-dtype", "bf16")
     assert (result["dtype"], result["kv_dtype"], result["quantize"]) == ("fp32", "bf16", None)
     (one,) = result["reference"]["logits"]
@@ -214,13 +210,13 @@ def test_steps_that_are_made_of_operators_are_refused() -> None:
 
 
 @pytest.fixture
-def _rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def _rates(monkeypatch: Patch) -> None:
     """The machine's rates are not measured: that takes a minute."""
     monkeypatch.setattr("scripts.steps.rates_here", lambda *_: SimpleNamespace(chip=lambda *_: CHIP))
 
 
 @pytest.mark.usefixtures("_rates")
-def test_the_program_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_prints_a_table_and_writes_json(tmp_path: Path, capsys: Printed) -> None:
     file = tmp_path / "steps.json"
     n = str(torch.get_num_threads())
     asked = ["--batch", "1", "--context", "100", "--max-new-tokens", "8", "--gamma", "2", "--threads", n]
@@ -231,19 +227,78 @@ def test_the_program_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     assert len(document["rounds"]) == 2 and document["environment"]["instructions"]
 
 
-@pytest.mark.usefixtures("_rates")
+# ---- plan.py ---------------------------------------------------------------------------------------------------------
+
+LLAMA = ["--model", "meta-llama/Llama-3.1-8B"]
+CELL = "--device H200 --batch 8 --context 32k --policy streaming"
+
+
+def test_a_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: Printed) -> None:
+    pytest.importorskip("matplotlib")
+    files = ["--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.png")]
+    rates = ["--bandwidth", "4800", "--flops", "989", "--memory", "139", "--estimate", "roofline"]
+    assert plan.main([*LLAMA, *rates, "--batch", "8", "--context", "32k", "--acceptance", "0.8", *files]) == 0
+    out = capsys.readouterr().out
+    document = json.loads((tmp_path / "plan.json").read_text())
+    one = next(c for c in document["cells"] if c["policy"] == "streaming")
+    assert (one["budget"], one["gamma"], one["fits"]) == (512, 3, True)
+    assert f"{one['speedup']:.2f}x" in out and "a device of given rates" in out
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_named_device_with_its_own_rates_is_the_same_plan(capsys: Printed) -> None:
+    cell = ["--batch", "8", "--context", "32k", "--estimate", "good"]
+    rows = []
+    for device in (["--device", "H200"], ["--bandwidth", "4800", "--flops", "989", "--memory", "139"]):
+        assert plan.main([*LLAMA, *device, *cell]) == 0
+        rows.append([line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("32,000")])
+    assert rows[0] == rows[1] != []
+
+
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("given", "more", "settings", "said"),
     [
-        (["--batch", "0"], "--batch"),
-        (["--model", "nowhere"], "nowhere"),
-        (["--context", "100000000"], "max_seq_len"),
-        (["--budget", "3"], "budget"),
-        (["--json", "/nowhere/x.json"], "/nowhere"),
+        ("", "--quantize int4 --draft-quantize int4", {"quantize": "int4", "draft_quantize": "int4"},
+         "weights int4, KV cache bf16, drafts' weights int4, on"),
+        ("--kv-dtype int8", "--draft-kv-bits 4", {"kv_dtype": "int8", "draft_kv_bits": 4},
+         "KV cache int8, of which drafts read 4 bits a number, on"),
     ],
-)
-def test_what_makes_no_sense_is_one_sentence(asked: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        steps_main(asked)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and said in error and "Traceback" not in error
+)  # fmt: skip
+def test_few_bits_reach_the_plan_and_its_heading_and_drafts_take_less_time(
+    given: str, more: str, settings: dict[str, object], said: str,
+    tmp_path: Path, capsys: Printed,
+) -> None:  # fmt: skip
+    argv = [*LLAMA, *CELL.split(), "--json", str(tmp_path / "plan.json")]
+    found = []
+    for flags in (given, f"{given} {more}"):
+        assert plan.main([*argv, *flags.split()]) == 0
+        found.append(json.loads((tmp_path / "plan.json").read_text()))
+    assert settings.items() <= found[1]["settings"].items() and said in capsys.readouterr().out
+    assert found[1]["cells"][0]["draft_ms"] < found[0]["cells"][0]["draft_ms"]
+
+
+def test_what_was_measured_is_shown_beside_what_is_predicted(capsys: Printed) -> None:
+    assert plan.main(["--measured", str(ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json")]) == 0
+    out = capsys.readouterr().out
+    assert "measured over predicted" in out and "streaming 256" in out
+
+
+def test_the_drafts_of_a_file_are_planned_with_the_acceptance_that_it_holds(tmp_path: Path) -> None:
+    sweep, file = ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json", tmp_path / "plan.json"
+    rates = ["--bandwidth", "15", "--flops", "0.5"]
+    argv = ["--model", "HuggingFaceTB/SmolLM2-135M", *rates, "--acceptance", str(sweep), "--json", str(file)]
+    assert plan.main(argv) == 0
+    held = {(one["policy"], one["budget"]) for one in json.loads(sweep.read_text())["points"]}
+    cells = json.loads(file.read_text())["cells"]
+    assert {(one["policy"], one["budget"]) for one in cells} == held
+    assert all(one["acceptance_source"].startswith("measured: sweep.json") for one in cells)
+
+
+def test_the_page_shows_what_the_program_prints(capsys: Printed) -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    command = next(
+        line.split()[2:] for line in page.splitlines() if line.startswith("    python scripts/plan.py --model")
+    )
+    assert plan.main(command) == 0
+    printed = capsys.readouterr().out.rstrip("\n").splitlines()
+    assert "\n".join(f"    {line}".rstrip() for line in printed) in page

@@ -46,7 +46,6 @@ def environment() -> dict[str, str]:
 
 
 def run(command: Sequence[str], *, timeout: float = 900.0) -> subprocess.CompletedProcess[str]:
-    """The finished process, its output as text."""
     return subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 

@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.fast.cpu.packing import pack_linears
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary, collectives_per_step, local_config, start
-from gpt_fast_sd.tp.styles import PLAN
 from tests.helpers import tiny_config, tiny_model, whole_text_logits
 
 
@@ -29,7 +27,6 @@ def as_one_of(request: pytest.FixtureRequest) -> Iterator[Parallel]:
 
 
 def counts(step: Callable[[], object]) -> dict[str, int]:
-    """How often a step calls each collective."""
     with CommDebugMode() as seen, torch.inference_mode():
         step()
     return {str(op).rpartition(".")[2]: n for op, n in seen.get_comm_counts().items()}
@@ -202,9 +199,3 @@ def test_the_processes_device_is_the_engines() -> None:
     config = EngineConfig(device="cuda", compile=False)
     with pytest.raises(ValueError, match="device 'cuda' was requested, but the processes were started for 'cpu'"):
         Engine.from_pretrained("bundled", config, parallel=start(device="cpu"))
-
-
-def test_the_plan_names_modules_of_the_model_and_styles_of_dtensor() -> None:
-    names = (name.split(".") for name, _ in tiny_model().named_modules())
-    assert {*PLAN} <= {".".join("*" if part.isdigit() else part for part in name) for name in names}
-    assert all(isinstance(style, ParallelStyle) for style in PLAN.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ def flags(folder: Path, *more: object) -> list[object]:
 
 
 def tokens_of_one_process(folder: Path) -> list[list[int]]:
-    """The greedy continuations."""
     config = EngineConfig(batch_size=5, max_seq_len=64, device="cpu", dtype="fp32", compile=False)
     engine = Engine.from_pretrained(folder, config)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -69,19 +67,6 @@ def test_a_sweep_under_torchrun_measures_the_model_that_all_ranks_hold(model_fol
     assert done.returncode == 0, done.stderr
     points = json.loads(document.read_text())["points"]
     assert [(point["context"], point["status"]) for point in points] == [(40, "measured"), (60, "measured")]
-
-
-@pytest.mark.slow
-def test_a_wrong_tp_is_refused_in_one_sentence(model_folder: Path) -> None:
-    done = run(torchrun(2, GENERATE, *flags(model_folder, "--tp", 3)))
-    assert done.returncode != 0
-    assert done.stderr.count("generate.py: tp must divide the number of processes, and 2 processes were started") == 1
-    alone = run([sys.executable, str(GENERATE), *map(str, flags(model_folder, "--tp", 2))])
-    assert alone.returncode == 2
-    assert alone.stderr == (
-        "generate.py: tp must divide the number of processes, and one process was started, got tp 2: "
-        "torchrun --nproc_per_node=2 starts 2\n"
-    )
 
 
 @pytest.mark.slow

@@ -48,8 +48,6 @@ def test_rows_may_lie_apart() -> None:
 
 
 class Searches(TorchDispatchMode):
-    """Sizes of the rows that argmax looks through."""
-
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []

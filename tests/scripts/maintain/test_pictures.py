@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
@@ -13,19 +12,13 @@ from xml.etree import ElementTree
 import pytest
 
 from maintain import hero, record
-from maintain.hero import LABEL
 from tests.helpers import Refuses
 
 ROOT = Path(__file__).resolve().parents[3]
-GREEN = 32
 
 
 def lines_of(screen: record.Screen) -> list[str]:
     return ["".join(character for character, _ in line).rstrip() for line in screen.lines]
-
-
-def played(*events: record.Event, rows: int = 5) -> record.Film:
-    return record.film(events, columns=20, rows=rows, speed=2.0, pause=1.0, most=1000.0)
 
 
 def last_screen(svg: str) -> list[str]:
@@ -45,13 +38,6 @@ def test_a_line_is_written_over_erased_and_wrapped_as_a_terminal_does() -> None:
     assert lines_of(screen) == ["Xbc", "123456", "78", "on", ""]
 
 
-def test_colours_belong_to_characters() -> None:
-    screen = record.Screen(columns=20)
-    screen.write("a\x1b[32mb")
-    screen.write("c\x1b[0md\x1b[1;31me")
-    assert screen.lines[0] == [("a", 0), ("b", GREEN), ("c", GREEN), ("d", 0), ("e", 31)]
-
-
 def test_text_that_comes_in_pieces_is_the_same_text() -> None:
     text = "\x1b[1;32mgreen\x1b[0m\x1b(B\x1b]0;title\x07\r\n\x1b[?25lend\x1b[K\r\x1b[35mE"
     whole = record.Screen(columns=20)
@@ -64,31 +50,12 @@ def test_text_that_comes_in_pieces_is_the_same_text() -> None:
     assert lines_of(whole) == ["green", "End"]
 
 
-def test_time_is_played_faster_and_pauses_are_cut_but_lines_come_one_by_one() -> None:
-    film = played((0.0, "one\r\n"), (1.0, "two\r\n"), (61.0, "three"))
-    assert [(shown.cells[0][0], round(shown.start, 1)) for shown in film.lines] == [("o", 0.0), ("t", 0.5), ("t", 1.5)]
-    assert [round(real) for _, real in film.clock] == [0, 0, 1, 61] and round(film.seconds, 1) == 1.5
-    at_once = record.film([(0.0, "a\r\nb\r\nc\r\n")], 20, 5, speed=2.0, pause=1.0, most=4.0)
-    assert [shown.start for shown in at_once.lines] == [0.0, 0.25, 0.5]
-
-
-def test_what_is_written_over_is_shown_until_then() -> None:
-    film = played((0.0, "10%"), (1.0, "\r99%"), (2.0, "\r   \rdone"))
-    assert [("".join(c for c, _ in s.cells), s.start, s.end) for s in film.lines] == [
-        ("10%", 0.0, 0.5), ("99%", 0.5, 1.0), ("done", 1.0, None),
-    ]  # fmt: skip
-
-
-def test_the_screen_scrolls_and_never_back() -> None:
-    film = played(*((float(i), f"{i}\r\n") for i in range(8)), (9.0, "\x1b[A\x1b[Kend"), rows=5)
-    assert [top for _, top in film.tops] == [0, 1, 2, 3] and film.lines[-1].row == 7
-
-
 def test_a_picture_is_well_formed_whatever_was_written_and_stands_at_the_last_screen() -> None:
-    film = played((0.0, "10% <b>&\r"), (1.0, "\x1b[32mif a < b & c:\x1b[0m ]]>\r\n"), (2.0, "\x1b[35mend\x1b[0m"))
+    events = (0.0, "10% <b>&\r"), (1.0, "\x1b[32mif a < b & c:\x1b[0m ]]>\r\n"), (2.0, "\x1b[35mend\x1b[0m")
+    film = record.film(events, columns=20, rows=5, speed=2.0, pause=1.0, most=1000.0)
     svg = record.draw(film, 20, 5, 'a "title" & <more>', hold=1.0)
     assert last_screen(svg) == ["if a < b & c: ]]>", "end"]
-    assert f'<tspan class="c{GREEN}">if a &lt; b &amp; c:</tspan>' in svg
+    assert '<tspan class="c32">if a &lt; b &amp; c:</tspan>' in svg
 
 
 def test_a_program_is_recorded_on_a_terminal_and_drawn_anew_from_its_recording(
@@ -107,43 +74,14 @@ def test_a_program_is_recorded_on_a_terminal_and_drawn_anew_from_its_recording(
     assert record.main([str(out)]) == 0 and out.read_text() == first
 
 
-def test_a_program_that_fails_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_fails_leaves_what_was_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.svg"
-    assert record.main([str(out), "--", sys.executable, "-c", "raise SystemExit(3)"]) == 1
-    assert "ended with 3" in capsys.readouterr().err and not out.exists() and not out.with_suffix(".cast").exists()
     assert record.main([str(out), "--", sys.executable, "-c", "print('right')"]) == 0
     kept = out.read_text(), out.with_suffix(".cast").read_text()
-    assert record.main([str(out), "--", sys.executable, "-c", "print('wrong'); raise SystemExit(3)"]) == 1
-    assert (out.read_text(), out.with_suffix(".cast").read_text()) == kept
-    out.unlink()
-    capsys.readouterr()
-    assert record.main([str(out), "--", "no-such-program"]) == 1
-    told = capsys.readouterr()
-    assert "cannot run no-such-program: No such file" in told.out and "ended with 127" in told.err and not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["run.png"], "ending in .svg"),
-        (["nowhere/run.svg"], "a folder that is there"),
-        (["run.svg"], "run.cast"),
-        (["run.svg", "--speed", "0"], "--speed must be greater than 0, got 0.0"),
-        (["run.svg", "--hold", "0.5", "--", "true"], "--hold must be at least 1, got 0.5"),
-        (["run.svg", "--hold", "inf", "--", "true"], "--hold must be finite, got inf"),
-    ],
-)
-def test_a_mistake_is_one_sentence(
-    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: Refuses
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert said in refuses(record.main, *flags)
-
-
-def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, refuses: Refuses) -> None:
-    for text in ("", "{}\nno\n", '{"version": 2}\n["a", "o", "b"]\n', '{"version": 2}\n[1.0, "o", "b"]\n'):
-        (tmp_path / "run.cast").write_text(text)
-        assert "is no recording" in refuses(record.main, tmp_path / "run.svg")
+    for command, said in (([sys.executable, "-c", "raise SystemExit(3)"], "3"), (["no-such-program"], "127")):
+        assert record.main([str(out), "--", *command]) == 1
+        assert f"ended with {said}" in capsys.readouterr().err
+        assert (out.read_text(), out.with_suffix(".cast").read_text()) == kept
 
 
 def test_the_picture_in_docs_is_that_of_the_recording_beside_it(tmp_path: Path) -> None:
@@ -166,38 +104,8 @@ def point(batch: int, context: int, speedup: float, **changes: Any) -> dict[str,
 SWEEP = [point(batch, context, 1.0 + batch / 100) for batch in (1, 2, 4, 16) for context in (1000, 4000)]
 
 
-def test_lines_end_with_labels_that_stand_apart_and_in_their_order() -> None:
-    svg = hero.hero(SWEEP)
-    ElementTree.fromstring(svg)
-    labels = re.findall(r'y="([\d.]+)" class="l\d"><tspan class="b">([\d.]+)x</tspan> (\d+ rows?)', svg)
-    assert [label[1:] for label in labels] == [
-        ("1.16", "16 rows"), ("1.04", "4 rows"), ("1.02", "2 rows"), ("1.01", "1 row"),
-    ]  # fmt: skip
-    heights = [float(label[0]) for label in labels]
-    assert all(below - above >= LABEL for above, below in itertools.pairwise(heights))
-    assert svg.count("<circle") == svg.count('class="whisker"') == len(SWEEP) and svg.count("<polyline") == 4
-
-
-def test_several_drafts_have_panels_side_by_side_and_a_context_alone_stands_at_the_left() -> None:
-    one = [point(batch, 1000, 1.5, policy=policy) for policy in ("streaming", "guided") for batch in (1, 4)]
-    root = ElementTree.fromstring(hero.hero(one))
-    assert root.get("width") == str(2 * 520)
-    panels = root.findall("{http://www.w3.org/2000/svg}g")
-    assert [panel.get("transform") for panel in panels] == ["translate(0 0)", "translate(520 0)"]
-    assert [panel[0].text for panel in panels] == [
-        f"{policy} 256, gamma auto: speed, times plain decoding" for policy in ("streaming", "guided")
-    ]
-    assert {dot.get("cx") for dot in root.iter("{http://www.w3.org/2000/svg}circle")} == {"60.0"}
-
-
 def written(points: list[dict[str, Any]], **settings: Any) -> str:
-    """The text of a sweep's file."""
     return json.dumps({"benchmark": "batch", "settings": settings, "points": points})
-
-
-def test_runs_too_short_for_a_steady_speed_are_drawn_by_the_one_to_the_end() -> None:
-    short = [one | {"speedup": {"steady": None, "completion": one["speedup"]["steady"]}} for one in SWEEP]
-    assert hero.hero(short) == hero.hero(SWEEP)
 
 
 OLDER = [{name: value for name, value in one.items() if name != "temperature"} for one in SWEEP]
@@ -214,14 +122,8 @@ def test_a_temperature_may_be_named_once_and_only_what_was_asked_for_is_drawn(te
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", "sweep.json holds no results of this program"),
-        ("[]", "sweep.json holds no results of this program"),
         ("no", "sweep.json holds no results of this program"),
         (written([{"batch": 1}]), "sweep.json is no sweep of benchmark.py: KeyError('status')"),
-        (
-            written([{k: v for k, v in one.items() if k != "speedup"} for one in SWEEP]),
-            "is damaged: KeyError('speedup')",
-        ),
         (written(SWEEP[:1]), "fewer than two contexts of streaming at temperature 0"),
         (
             written([*SWEEP, *(one | {"gamma": 6} for one in SWEEP), point(1, 1000, 1.0, budget=64)]),
@@ -237,10 +139,3 @@ def test_a_temperature_may_be_named_once_and_only_what_was_asked_for_is_drawn(te
 def test_a_sweep_that_cannot_be_drawn_is_one_sentence(text: str, said: str, tmp_path: Path, refuses: Refuses) -> None:
     (tmp_path / "sweep.json").write_text(text)
     assert said in refuses(hero.main, tmp_path / "sweep.json", tmp_path / "hero.svg")
-
-
-def test_speeds_that_are_all_the_same_are_drawn_too() -> None:
-    spread = {"min": 1.0, "median": 1.0, "max": 1.0}
-    svg = hero.hero([point(1, context, 1.0) | {"speedup": {"steady": spread}} for context in (1000, 4000)])
-    ElementTree.fromstring(svg)
-    assert svg.count("<circle") == 2

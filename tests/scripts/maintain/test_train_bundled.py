@@ -22,7 +22,8 @@ from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, load_model, load_tokenizer, read_config
 from maintain import train_bundled
-from maintain.train_bundled import RECIPES, Stage, TrainingAttention
+from maintain.bundled_data import MIXTURES, Books, Kind, book_paths, skipped_positions
+from maintain.train_bundled import RECIPES, Pieces, TrainingAttention
 from measuring.needles import DIGITS, needle, person, thing
 from tests.helpers import Refuses, whole_text_logits
 
@@ -61,7 +62,48 @@ def checkpoint(work: Path) -> dict[str, Any]:
     return state
 
 
-# ---- the pieces
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", {**MIXTURES["copying"], **MIXTURES["prose"]}, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("n", [65, 513, 2049])
+def test_a_document_has_exactly_n_tokens_and_starts_with_bos(kind: Kind, n: int, books: Path, trained: Path) -> None:
+    pieces = Pieces(trained / "tokenizer.model")
+    tokens = Books(book_paths(books), pieces, trained / "tokens")
+    for seed in range(5):
+        ids = kind(np.random.default_rng(seed), n, tokens, pieces)
+        assert (ids.shape, ids.dtype, ids[0]) == ((n,), np.int64, pieces.bos_id)
+        assert not (ids[1:] == pieces.bos_id).any()
+
+
+class Letters:
+    """Every character is a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [*map(ord, text)]
+
+
+def test_held_out_passages_never_reach_training_and_a_half_written_cache_is_never_read(tmp_path: Path) -> None:
+    book, cache = tmp_path / "b.txt", tmp_path / "cache"
+    cache.mkdir()
+    (cache / "b.4711").write_bytes(b"a killed process left this")
+    for text in ("x." * 490 + "!" * 20, "changed"):  # a book is tokenized once
+        book.write_text(text)
+        tokens = Books(book_paths(tmp_path), Letters(), cache)
+        assert [path.name for path in cache.glob("*.npy")] == ["b.npy"]
+        passages = [tokens.passage(np.random.default_rng(seed), 50) for seed in range(20)]
+        assert not any(ord("!") in ids for ids in passages)
+        assert tokens.passage(np.random.default_rng(0), 10, held_out=True).tolist() == [ord("!")] * 10
+
+
+def test_skipped_positions_rise_from_zero_and_stay_in_range() -> None:
+    for seed, (n, slack) in enumerate([(4, 0), (4, 5000), (65, 7), (300, 0), (300, 5000)] * 10):
+        pos = skipped_positions(np.random.default_rng(seed), n, n + slack)
+        assert pos.shape == (n,) and pos[0] == 0 and pos[-1] < n + slack
+        assert (np.diff(pos) >= 1).all() and (np.diff(pos) > 1).sum() <= 3
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
 
 
 def test_training_attention_and_its_gradients_are_those_of_plain_attention() -> None:
@@ -74,29 +116,6 @@ def test_training_attention_and_its_gradients_are_those_of_plain_attention() -> 
         assert (grad - expected).norm() < 0.02 * expected.norm()
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_goes_through_its_stages_in_order(name: str) -> None:
-    recipe = RECIPES[name]
-    seen = [recipe.stage(done) for done in np.linspace(0, 1, 1001)]
-    assert list(dict.fromkeys(seen)) == list(recipe.stages)
-    assert recipe.stages[-1].context == recipe.config.max_seq_len
-
-
-def test_a_recipe_whose_shares_do_not_sum_to_one_is_refused() -> None:
-    half = Stage(context=64, sequences=1, share=0.5, stretched=0.0)
-    with pytest.raises(ValueError, match="sum to 1"):
-        train_bundled.Recipe(
-            config=RECIPES["test"].config, stages=(half,), tokens=1, compiled_context=0, held_out_every=1
-        )
-
-
-def test_the_learning_rate_warms_up_and_falls_to_a_twentieth() -> None:
-    scale = train_bundled.learning_rate_scale
-    assert scale(0, 0.0) == pytest.approx(1 / 50)
-    assert scale(49, 0.0) == 1.0
-    assert scale(1000, 1.0) == pytest.approx(0.05)
-
-
 def test_rewinding_the_log_drops_lost_steps_and_a_torn_line(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text('{"step": 25}\n{"step": 50}\n{"step": 75}\n{"step": 1')
@@ -105,22 +124,12 @@ def test_rewinding_the_log_drops_lost_steps_and_a_torn_line(tmp_path: Path) -> N
     assert train_bundled.rewind_log(tmp_path / "none.jsonl", 0) == []
 
 
-# ---- a whole run
-
-
 def test_training_lowers_the_loss_and_logs_it(trained: Path) -> None:
     records = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(25, checkpoint(trained)["step"] + 1, 25))
     assert records[0]["held_out"] < np.log(512)
     assert records[-1]["held_out"] < records[0]["held_out"]
     assert checkpoint(trained)["tokens"] >= TOKENS
-
-
-def test_a_finished_run_only_exports_again(books: Path, trained: Path) -> None:
-    step, exported = checkpoint(trained)["step"], (trained / "model" / "model.safetensors").read_bytes()
-    train_bundled.main(flags(books, trained))
-    assert checkpoint(trained)["step"] == step
-    assert (trained / "model" / "model.safetensors").read_bytes() == exported
 
 
 def test_the_export_runs_in_the_engine_and_matches_the_checkpoint(trained: Path) -> None:
@@ -136,23 +145,6 @@ def test_the_export_runs_in_the_engine_and_matches_the_checkpoint(trained: Path)
     assert len(completion.tokens) == 8
 
 
-def test_transformers_reads_the_export_alike(trained: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder = trained / "model"
-    ours, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder, read_config(folder))
-    assert tokenizer is not None
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    for text in ("Clara Lockwood saw the silver lantern.", "two  spaces\n\nand 12345 lines ", "naïve 東京", ""):
-        ids = tokenizer.encode(text)
-        assert ids[0] == 1
-        assert theirs(text)["input_ids"] == ids
-    tokens = torch.tensor([tokenizer.encode("Clara Lockwood saw the silver lantern near the old gate.")])
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.inference_mode():
-        logits = ours(tokens, torch.arange(tokens.shape[1])[None], CausalSelf())
-        torch.testing.assert_close(logits, reference(tokens).logits, rtol=1e-4, atol=1e-4)  # sums in another order
-
-
 def test_more_tokens_on_resuming_train_further(books: Path, trained: Path, tmp_path: Path) -> None:
     for name in ("checkpoint.pt", "tokenizer.model", "log.jsonl"):
         shutil.copy(trained / name, tmp_path)
@@ -161,14 +153,11 @@ def test_more_tokens_on_resuming_train_further(books: Path, trained: Path, tmp_p
     assert checkpoint(tmp_path)["tokens"] >= TOKENS + 1000
 
 
-def test_no_time_left_leaves_a_checkpoint_to_resume(books: Path, trained: Path, tmp_path: Path) -> None:
-    shutil.copy(trained / "tokenizer.model", tmp_path)
-    train_bundled.main([*flags(books, tmp_path), "--minutes", "0"])
-    assert checkpoint(tmp_path)["step"] == 0
-
-
-def test_a_new_run_starts_from_an_exported_model(books: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_new_run_starts_from_an_exported_model_and_leaves_a_checkpoint_where_no_time_is_left(
+    books: Path, trained: Path, tmp_path: Path
+) -> None:
     train_bundled.main([*flags(books, tmp_path), "--init-from", str(trained / "model"), "--minutes", "0"])
+    assert checkpoint(tmp_path)["step"] == 0
     for name in ("tokenizer.model", "model/model.safetensors"):
         assert (tmp_path / name).read_bytes() == (trained / name).read_bytes()
 
@@ -189,11 +178,6 @@ def test_the_export_can_be_measured_and_described(books: Path, trained: Path, tm
     assert result["training"]["steps"] == 75  # the last that was logged
     assert sum(stage["steps"] for stage in result["training"]["stages"]) == 75
     assert "2 public-domain books" in written.read_text()
-
-
-def test_books_of_the_training_set_are_refused_as_held_out_text(books: Path, trained: Path, refuses: Refuses) -> None:
-    argv = ["--model", trained / "model", "--books", books, "--log", trained / "log.jsonl"]
-    assert "the model was trained on it" in refuses(evaluate.main, *argv)
 
 
 def test_a_needle_prompt_states_its_fact_at_its_depth_and_leaves_room_for_the_answer(trained: Path) -> None:
@@ -247,56 +231,27 @@ def test_a_run_killed_twice_ends_with_the_weights_of_an_uninterrupted_one(books:
     assert steps == list(range(25, found["step"] + 1, 25))
 
 
-# ---- refusals
-
-
-@pytest.fixture
-def refused(books: Path, tmp_path: Path, refuses: Refuses) -> Callable[..., str]:
-    """The sentence of a run that is refused: of books and a work folder, with some flags."""
-
-    def run(*more: object, books: Path = books, work: Path = tmp_path) -> str:
+def test_what_cannot_be_trained_on_or_gone_on_with_is_refused(
+    books: Path, trained: Path, tmp_path: Path, refuses: Refuses
+) -> None:
+    def refused(*more: object, books: Path = books, work: Path = tmp_path / "work") -> str:
         return refuses(train_bundled.main, *flags(books, work), *more)
 
-    return run
-
-
-def test_no_books_and_too_little_text_are_refused(refused: Callable[..., str], trained: Path, tmp_path: Path) -> None:
-    work = tmp_path / "work"
-    assert "holds no .txt file" in refused(books=tmp_path, work=work)
+    assert "checkpoint.pt" in refused("--export-only")
+    assert "holds no .txt file" in refused(books=tmp_path)
     (tmp_path / "short.txt").write_text("A short book.\n")
-    assert "too few tokens" in refused(books=tmp_path, work=work)
-    shutil.copy(trained / "tokenizer.model", work)
-    assert "too few tokens" in refused(books=tmp_path, work=work)
-
-
-@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 cut short"])
-def test_an_unreadable_checkpoint_is_refused(content: bytes, refused: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "checkpoint.pt").write_bytes(content)
-    assert "checkpoint.pt is no checkpoint that can be read" in refused()
-
-
-def test_a_checkpoint_of_another_shape_or_optimizer_is_refused(
-    refused: Callable[..., str], trained: Path, tmp_path: Path
-) -> None:
+    assert "too few tokens" in refused(books=tmp_path)
+    assert "another shape" in refused("--init-from", BUNDLED)
     assert "another optimizer" in refused("--optimizer", "adamw", work=trained)
     state = checkpoint(trained)
     state["model"]["layers.0.attention.wo.weight"] = torch.zeros(3, 5)
-    torch.save(state, tmp_path / "checkpoint.pt")
+    torch.save(state, tmp_path / "work" / "checkpoint.pt")
     assert "another shape: its layers.0.attention.wo.weight is [3, 5]" in refused()
-
-
-def test_exporting_without_a_checkpoint_is_refused(tmp_path: Path, refuses: Refuses) -> None:
-    argv = ["--recipe", "test", "--work", tmp_path, "--export-only"]
-    assert "checkpoint.pt" in refuses(train_bundled.main, *argv)
-
-
-def test_starting_from_a_model_of_another_shape_is_refused(
-    refused: Callable[..., str], trained: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(trained / "model", tmp_path / "model"))
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 128}))
-    assert "another shape" in refused("--init-from", folder, work=tmp_path / "work")
+    for content in (b"", b"PK\x03\x04 cut short"):
+        (tmp_path / "work" / "checkpoint.pt").write_bytes(content)
+        assert "checkpoint.pt is no checkpoint that can be read" in refused()
+    argv = ["--model", trained / "model", "--books", books, "--log", trained / "log.jsonl"]
+    assert "the model was trained on it" in refuses(evaluate.main, *argv)
 
 
 # ---- the model and the document that ship: small, readable by transformers, and trained ------------------------------
@@ -323,15 +278,7 @@ def test_the_shipped_folder_is_small() -> None:
     assert sum(path.stat().st_size for path in BUNDLED.rglob("*") if path.is_file()) < 32 * 2**20
 
 
-def test_every_piece_of_the_vocabulary_has_an_embedding(model: Transformer, tokenizer: Tokenizer) -> None:
-    assert tokenizer.vocab_size == model.config.vocab_size
-    assert tokenizer.bos_id == model.config.bos_id
-    assert tokenizer.eos_ids == model.config.eos_ids
-
-
-def test_the_logits_and_the_ids_are_those_of_transformers(
-    model: Transformer, tokenizer: Tokenizer, document: str
-) -> None:
+def test_logits_and_ids_are_those_of_transformers(model: Transformer, tokenizer: Tokenizer, document: str) -> None:
     transformers = pytest.importorskip("transformers")
     text = document[:1200]
     ids = tokenizer.encode(text)
@@ -343,9 +290,7 @@ def test_the_logits_and_the_ids_are_those_of_transformers(
         torch.testing.assert_close(logits, reference(tokens).logits, rtol=1e-3, atol=1e-3)  # sums in another order
 
 
-def test_the_default_document_is_long_and_leaves_room_to_go_on(
-    model: Transformer, tokenizer: Tokenizer, document: str
-) -> None:
+def test_the_default_document_is_long_and_leaves_room(model: Transformer, tokenizer: Tokenizer, document: str) -> None:
     n_tokens = len(tokenizer.encode(document))
     assert 4096 <= n_tokens <= 12288
     assert n_tokens + 2048 <= model.config.max_seq_len

@@ -43,12 +43,23 @@ from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
 
 Check = Callable[[Parallel, Path], None]
 CHECKS: dict[str, Check] = {}
+GROUPS: dict[str, list[str]] = {}  # of names, in whose starts (test_ranks.py) a check is run
+MODEL, ENGINE, COMPILED = "model", "engine", "compiled"
+SELDOM = "seldom"  # like others of the engine's
+FOUR = "four"  # which two ranks could not fail
+MORE = "more"
 
 
-def check(function: Check) -> Check:
-    """Register the function under its name."""
-    CHECKS[function.__name__] = function
-    return function
+def check(*groups: str, name: str = "") -> Callable[[Check], Check]:
+    """Register a function, under its name unless another is given."""
+
+    def registered(function: Check) -> Check:
+        CHECKS[name or function.__name__] = function
+        for group in groups:
+            GROUPS.setdefault(group, []).append(name or function.__name__)
+        return function
+
+    return registered
 
 
 def wide_config(**changes: Any) -> ModelConfig:
@@ -81,7 +92,7 @@ def same_parts(sharded: Transformer, held: dict[str, Tensor], what: object) -> N
         assert torch.equal(parameter, held[key]), (what, key)
 
 
-@check
+@check(MODEL)
 def a_sharded_model_says_what_the_whole_one_says(parallel: Parallel, folder: Path) -> None:
     for name, config in FAMILIES.items():
         vocabulary, ids = Vocabulary(parallel.group.mesh, config.vocab_size), random_ids(20)
@@ -95,7 +106,7 @@ def a_sharded_model_says_what_the_whole_one_says(parallel: Parallel, folder: Pat
         assert torch.equal(vocabulary.argmax(own), together.argmax(-1)), name
 
 
-@check
+@check(MODEL, FOUR)
 def of_equal_logits_the_lowest_id_wins_and_padding_never(parallel: Parallel, folder: Path) -> None:
     logits = torch.zeros(3, 40)
     logits[0, [7, 39]] = logits[1, [10, 30]] = 2.0  # row 2: all are equal
@@ -111,7 +122,7 @@ def of_equal_logits_the_lowest_id_wins_and_padding_never(parallel: Parallel, fol
         assert torch.equal(vocabulary.argmax(own), whole.argmax(-1))
 
 
-@check
+@check(MODEL, FOUR)
 def a_rank_reads_its_own_slices_and_nothing_else(parallel: Parallel, folder: Path) -> None:
     read_bytes, read = [0], Weights.read
 
@@ -140,7 +151,7 @@ def a_rank_reads_its_own_slices_and_nothing_else(parallel: Parallel, folder: Pat
         assert (loaded.output.weight is loaded.embedding.weight) == config.tie_embeddings, name
 
 
-@check
+@check(MODEL, FOUR)
 def a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file(parallel: Parallel, folder: Path) -> None:
     numbers, dequantize = [0], gguf.dequantize
 
@@ -165,7 +176,7 @@ def a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file(parallel: Parallel
         same_parts(parallel.group.shard(load_model(path)), held, name)
 
 
-@check
+@check(MODEL)
 def every_rank_is_given_what_the_first_rank_of_its_group_has(parallel: Parallel, folder: Path) -> None:
     first = parallel.dp_rank * parallel.tp
     assert parallel.same(2**62 + parallel.rank) == 2**62 + first
@@ -183,7 +194,7 @@ def refused(kind: type[Exception], begins: str) -> Iterator[None]:
         raise AssertionError("nobody noticed")
 
 
-@check
+@check(MODEL)
 def ranks_that_differ_are_told_so(parallel: Parallel, folder: Path) -> None:
     agreement: Agreement = parallel.agreement()
     agreement.note("tokens of round 1", [1, 2, 3])
@@ -192,7 +203,7 @@ def ranks_that_differ_are_told_so(parallel: Parallel, folder: Path) -> None:
         agreement.note("tokens of round 3", [5])
 
 
-@check
+@check(MODEL)
 def replicas_share_a_list_and_its_results_come_back_in_order(parallel: Parallel, folder: Path) -> None:
     items = list("abcdefghi")
     part = parallel.share(items)
@@ -257,12 +268,12 @@ def compare(parallel: Parallel, draft: DraftConfig, *, sampled: bool = True, **s
     return same_texts(together, alone, [GREEDY, SAMPLED] if sampled else [GREEDY])[0]
 
 
-@check
+@check(ENGINE)
 def plain_decoding_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     compare(parallel, DraftConfig())
 
 
-@check
+@check(ENGINE)
 def logits_are_whole_on_every_rank(parallel: Parallel, folder: Path) -> None:
     ids = random_ids(12, seed=5)
     theirs, ours = engine_of(parallel).logits(ids), engine_of(None).logits(ids)
@@ -303,15 +314,13 @@ def drafts_give_the_tokens_of_one_rank(name: str, parallel: Parallel, folder: Pa
     assert sum(c.stats.drafted for c in texts) > 0
 
 
-CHECKS |= {
-    f"drafts_by_{name}_give_the_tokens_of_one_rank": partial(drafts_give_the_tokens_of_one_rank, name)
-    for name in DRAFTS
-}
+for name in DRAFTS:
+    group = {"guided": ENGINE, "standalone_on_one": ENGINE, "snapkv": SELDOM, "hierarchy": SELDOM}.get(name, MORE)
+    own_name = f"drafts_by_{name}_give_the_tokens_of_one_rank"
+    check(group, name=own_name)(partial(drafts_give_the_tokens_of_one_rank, name))
 
 
 class Collectives(TorchDispatchMode):
-    """The names of the collectives that are called meanwhile."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
@@ -322,7 +331,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@check
+@check(SELDOM)
 def a_draft_on_fewer_ranks_leaves_the_target_split_as_it_was(parallel: Parallel, folder: Path) -> None:
     for draft_tp in (1, parallel.tp):
         draft = draft_of("standalone", draft_tp=draft_tp, **SMALL)
@@ -338,14 +347,14 @@ def a_draft_on_fewer_ranks_leaves_the_target_split_as_it_was(parallel: Parallel,
         assert {"all_reduce", "all_gather_into_tensor"} <= seen.names
 
 
-@check
+@check(ENGINE)
 def a_model_that_is_not_split_is_refused(parallel: Parallel, folder: Path) -> None:
     config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
     with refused(ValueError, f"the model holds 260 of 260 embedding rows, but {parallel.tp} processes"):
         Engine(tiny_model(wide_config()), None, config, parallel=parallel)
 
 
-@check
+@check(MORE)
 def gamma_auto_and_fresh_seeds_are_the_first_ranks(parallel: Parallel, folder: Path) -> None:
     engine = engine_of(parallel, draft_of("streaming", gamma="auto"))
     fresh = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True)
@@ -384,7 +393,7 @@ def bits_of(engine: Engine, *, speculate: bool) -> tuple[list[list[int]], dict[t
     return [c.tokens for c in completions], bits
 
 
-@check
+@check(FOUR)
 def exact_decoding_is_bit_identical_though_sums_depend_on_the_place(parallel: Parallel, folder: Path) -> None:
     draft = draft_of("streaming")
     for dtype in ("fp32", "bf16"):
@@ -399,7 +408,7 @@ def exact_decoding_is_bit_identical_though_sums_depend_on_the_place(parallel: Pa
         assert spoken == texts
 
 
-@check
+@check(FOUR)
 def sums_in_order_are_the_first_ranks_and_then_the_others(parallel: Parallel, folder: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         parts = torch.randn(parallel.tp, 5, 7, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -445,12 +454,12 @@ def drawn_together(parallel: Parallel, *drafts: DraftConfig) -> None:
         assert [c.tokens for c in theirs] == [c.tokens for c in alone.generate(prompts, params)], draft
 
 
-@check
+@check(ENGINE)
 def the_first_ranks_draws_are_everyones(parallel: Parallel, folder: Path) -> None:
     drawn_together(parallel, DraftConfig(), draft_of("streaming"), draft_of("standalone", draft_tp=1, **SMALL))
 
 
-@check
+@check(MORE)
 def the_first_ranks_draws_count_for_all_whatever_drafts(parallel: Parallel, folder: Path) -> None:
     drawn_together(
         parallel,
@@ -462,7 +471,7 @@ def the_first_ranks_draws_count_for_all_whatever_drafts(parallel: Parallel, fold
     )
 
 
-@check
+@check(SELDOM)
 def draws_stay_together_where_the_last_bits_of_probabilities_differ(parallel: Parallel, folder: Path) -> None:
     for draft in (DraftConfig(), draft_of("streaming")):
         engine = engine_of(parallel, draft, config=wide_config(vocab_size=256))
@@ -472,7 +481,7 @@ def draws_stay_together_where_the_last_bits_of_probabilities_differ(parallel: Pa
         assert len({token for c in completions for token in c.tokens}) > 24
 
 
-@check
+@check(ENGINE)
 def a_vocabulary_that_ranks_do_not_divide_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     odd = wide_config(vocab_size=257, tie_embeddings=True)
     small = dataclasses.replace(odd, n_layers=1)
@@ -481,7 +490,7 @@ def a_vocabulary_that_ranks_do_not_divide_gives_the_tokens_of_one_rank(parallel:
     assert engine_of(parallel, config=odd).logits([1, 2, 3]).shape == (3, 257)
 
 
-@check
+@check(MORE)
 def weights_are_quantized_after_they_are_split(parallel: Parallel, folder: Path) -> None:
     together, alone = engine_of(parallel, quantize="int8"), engine_of(None, quantize="int8")
     ids = random_ids(30, seed=5)
@@ -497,7 +506,7 @@ def weights_are_quantized_after_they_are_split(parallel: Parallel, folder: Path)
     compare(parallel, draft_of("streaming", quantize="int8"), sampled=False)
 
 
-@check
+@check(MORE)
 def int4_weights_are_on_ranks_what_they_are_on_one(parallel: Parallel, folder: Path) -> None:
     """Blocks are never split, so each rank has its part of the very blocks that one rank has."""
     config = wide_config(head_dim=16, ffn_dim=128)  # of which four ranks have whole blocks, too
@@ -516,7 +525,7 @@ def int4_weights_are_on_ranks_what_they_are_on_one(parallel: Parallel, folder: P
                 assert torch.equal(dequantize_blocks(held.held, torch.float32), linear.weight), name
 
 
-@check
+@check(MODEL)
 def ranks_read_their_parts_of_a_checkpoint_in_float8(parallel: Parallel, folder: Path) -> None:
     """Dequantized they hold what cutting the whole model gives, and kept as it is the same numbers and their scales."""
     kept: dict[str, Tensor] = {}
@@ -536,7 +545,7 @@ def ranks_read_their_parts_of_a_checkpoint_in_float8(parallel: Parallel, folder:
         assert len(kept) == 4 * 2 and all(torch.equal(kept[key], held[key]) for key in kept), (name, kind)
 
 
-@check
+@check(ENGINE)
 def an_int8_cache_on_ranks_gives_the_tokens_of_one(parallel: Parallel, folder: Path) -> None:
     """Keys of a biased model are equalized by each rank for its own kv heads, as they are where one has all of them."""
     for config in (wide_config(), FAMILIES["two_kv_heads"]):
@@ -549,13 +558,13 @@ def an_int8_cache_on_ranks_gives_the_tokens_of_one(parallel: Parallel, folder: P
         assert halved.cache.format.planes and halved.stats.accepted > 0
 
 
-@check
+@check(ENGINE)
 def other_prompts_on_a_rank_are_noticed(parallel: Parallel, folder: Path) -> None:
     with refused(Disagreement, "prompts and parameters"):
         engine_of(parallel).generate([[1, 2, 3 + parallel.tp_rank]], GREEDY)
 
 
-@check
+@check(ENGINE)
 def other_tokens_on_a_rank_are_noticed_in_that_round(parallel: Parallel, folder: Path) -> None:
     engine = engine_of(parallel)
     stream = engine.stream([[1, 2, 3]], dataclasses.replace(GREEDY, max_tokens=60))
@@ -565,7 +574,7 @@ def other_tokens_on_a_rank_are_noticed_in_that_round(parallel: Parallel, folder:
         list(stream)
 
 
-@check
+@check(COMPILED)
 def a_step_with_its_collectives_is_one_graph(parallel: Parallel, folder: Path) -> None:
     mesh = parallel.group.mesh
     vocabulary, model = Vocabulary(mesh, 257), parallel.group.shard(tiny_model(wide_config(vocab_size=257)))
@@ -584,7 +593,7 @@ def a_step_with_its_collectives_is_one_graph(parallel: Parallel, folder: Path) -
             assert all(map(torch.equal, compiled(tokens, pos), step(tokens, pos)))
 
 
-@check
+@check(COMPILED)
 def compiled_rounds_give_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     # fullgraph: a collective that broke the graph would be an error
     draft = draft_of("snapkv", budget=72)
@@ -593,7 +602,7 @@ def compiled_rounds_give_the_tokens_of_one_rank(parallel: Parallel, folder: Path
     assert together.compiled and together.stats.recompiles == 0
 
 
-@check
+@check(COMPILED)
 def compiled_judging_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     # as on CUDA, where what gathers the vocabulary's parts is compiled with what judges
     together = engine_of(parallel)
@@ -602,13 +611,7 @@ def compiled_judging_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Pa
     assert together.schedule.rounds.accept_compiled.graphs > 0
 
 
-@check
-def compiled_int8_rounds_give_the_tokens_of_eager_ones(parallel: Parallel, folder: Path) -> None:
-    draft = draft_of("streaming")
-    same_texts(*(engine_of(parallel, draft, compile=flag, quantize="int8") for flag in (True, False)), [GREEDY])
-
-
-@check
+@check(MORE)
 def a_folder_is_loaded_and_decoded_by_all_ranks(parallel: Parallel, folder: Path) -> None:
     place, small = folder / f"target.{parallel.rank}", folder / f"draft.{parallel.rank}"
     save_hugging_face(tiny_model(wide_config()), place, dtype=torch.float32)
@@ -625,7 +628,6 @@ def a_folder_is_loaded_and_decoded_by_all_ranks(parallel: Parallel, folder: Path
 
 
 def main() -> None:
-    """Run the checks that the command line names."""
     warnings.filterwarnings("error", category=FutureWarning, module="gpt_fast_sd")
     tp, folder, names = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
