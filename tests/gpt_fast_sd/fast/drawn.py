@@ -21,7 +21,7 @@ from tests.gpt_fast_sd.fast.selected import INF
 
 GUARD = 1024  # numbers before and after every tensor
 ROUNDING = 2.0**-24  # of fp32
-HEAD_DIMS, GROUPS, ARCHS = [64, 80, 96, 128, 256, 8], [1, 3, 4, 8], [80, 86, 89, 90, 100, 120]
+HEAD_DIMS, GROUPS, ARCHS = [64, 80, 96, 128, 256, 8], [1, 3, 4, 8, 8], [80, 86, 89, 90, 100, 120]
 
 
 class Draw:
@@ -102,26 +102,28 @@ class Asked:
         n_batch = d.one("B", range(1, 1 + max(1, min(4, 300 // (group * n_tokens * self.n_kv)))))
         self.n_keys, self.arch = d.size("n_keys", 64, most_keys), d.one("arch", ARCHS)
         self.shape = n_batch, self.n_kv, self.n_keys + d.one("spare", [0, 1, 64])  # B, K, S
-        order = d.rng.sample(range(3), 3)  # of B, N, T in memory
-        q = d.normal(n_batch, self.n_kv * group, n_tokens, self.head_dim) * d.one("sharp", [1, 1, 0, 8, 40])
-        q = d.keep(q.to(self.dtype).permute(*order, 3), 1, d.poison)
-        self.q = q.permute(*(order.index(i) for i in range(3)), 3)
         pos = torch.tensor([self.row(n_tokens) for _ in range(n_batch)])  # [B, T]
         if not self.tail and d.one("any order", [False, False, True]):
             pos = pos[:, d.rng.sample(range(n_tokens), n_tokens)]
         print(f"pos={(pos if n_tokens < 10 else pos[:, [0, -1]]).tolist()}", end=" ")
         by_token = d.one("pos by token", [True, False])
-        self.pos = d.keep(pos.t() if by_token else pos, 0, self.n_keys - 1)
-        self.pos = self.pos.t() if by_token else self.pos
+        kept = d.keep(pos.t() if by_token else pos, 0, self.n_keys - 1)
+        self.pos = kept.t() if by_token else kept
+        q = d.normal(n_batch, self.n_kv * group, n_tokens, self.head_dim) * d.one("sharp", [1, 1, 0, 8, 40])
+        q.transpose(1, 2)[pos >= self.n_keys] = d.poison  # they read nothing, whatever they are
+        order = d.rng.sample(range(3), 3)  # of B, N, T in memory
+        kept = d.keep(q.to(self.dtype).permute(*order, 3), 1, d.poison)
+        self.q = kept.permute(*(order.index(i) for i in range(3)), 3)
         self.draw_entries()
 
     def row(self, n_tokens: int) -> list[int]:
-        """Consecutive positions that end at an edge or past the keys; behind them padding; or no request."""
+        """Consecutive positions that begin or end at an edge, or past the keys; behind them padding; or no request."""
         rng, n = self.draw.rng, self.n_keys
         edge = 64 * rng.randint(0, n // 64) + rng.randint(-2, 1)
-        end = rng.choice([0, 1, n - 1, n - 1, n - 2, edge, edge, rng.randrange(n), n + n_tokens // 2])
+        end = rng.choice([0, 1, n - 1, n - 1, n - 2, edge, edge, edge, edge, rng.randrange(n), n + n_tokens // 2])
         n_real = rng.choice([0, n_tokens, n_tokens, n_tokens, n_tokens, rng.randint(1, n_tokens)])
-        first, past = max(0, end - n_tokens + 1), rng.choice([n, self.shape[2], 10**12])
+        first = max(0, end if rng.random() < 0.5 else end - n_tokens + 1)
+        past = rng.choice([n, self.shape[2], 10**12])
         return [first + i if i < n_real else past for i in range(n_tokens)]
 
     def draw_entries(self) -> None:
