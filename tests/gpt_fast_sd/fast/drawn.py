@@ -31,6 +31,7 @@ class Draw:
         self.rng, self.patch = random.Random(name), patch
         self.generator = torch.Generator().manual_seed(self.rng.getrandbits(60))
         self.poison = self.one("poison", [NAN, INF, -INF, 6e4])
+        self.unwritten = self.one("unwritten", [NAN, INF])  # a maximum leaves a NaN out
         self.kept: list[tuple[Tensor, Tensor]] = []  # memory that a kernel may not change, and what it is to hold
         patch.setattr(torch, "empty", self.empty)
 
@@ -74,8 +75,8 @@ class Draw:
         return view
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: object = None) -> Tensor:
-        """torch.empty with guards, full of NaN or of a number that is no result."""
-        n, fill = math.prod(shape), NAN if dtype.is_floating_point else torch.iinfo(dtype).min // 3
+        """torch.empty with guards, full of what is no result."""
+        n, fill = math.prod(shape), self.unwritten if dtype.is_floating_point else torch.iinfo(dtype).min // 3
         flat = torch.full((n + 2 * GUARD,), fill, dtype=dtype)
         self.kept += [(end, end.clone()) for end in (flat[:GUARD], flat[GUARD + n :])]
         return flat[GUARD : GUARD + n].view(tuple(shape))

@@ -167,23 +167,27 @@ def page_bounds(d: Draw) -> None:
 
 
 def quest_pages(d: Draw) -> None:
-    dtype, head_dim, group = d.one("dtype", DTYPES), d.one("H", HEAD_DIMS), d.one("G", GROUPS)
-    n_tokens, n_kv, n_batch = d.one("T", range(1, 10)), d.one("K", [1, 2, 3]), d.one("B", [1, 2, 3])
-    n_pages, n, most = d.size("P", d.one("step", [16, 64, 128]), 270), d.size("n", 4, 20), d.one("most", [0, 1, 3])
+    head_dim, group, most_pages = d.one("H", HEAD_DIMS), d.one("G", GROUPS), d.one("pages", [70, 270, 270, 1900])
+    few = most_pages > 1000  # more maxima of blocks of 16 pages than are read at once, in little time
+    n_batch, n_tokens, n_kv = (1, 1, 1) if few else (d.rng.randint(1, 3), d.rng.randint(1, 9), d.rng.randint(1, 3))
+    dtype, step, n = FP32 if few else d.one("dtype", DTYPES), d.one("step", [16, 64, 128]), d.size("n", 4, 20)
+    n_pages, most = d.size("P", step, most_pages, most_pages // 9), d.one("most", [0, 1, 1, 1, 3, 3, 3])
+    print(f"B={n_batch} T={n_tokens} K={n_kv}", end=" ")
     # whole numbers: no sum is rounded, so that ties are ties
     shape = n_batch, n_tokens, n_kv, group
-    q = d.whole(-most, most, *shape, head_dim) * d.whole(0, 2, *shape, 1)
+    q = d.whole(-most, most, *shape, head_dim) * d.whole(1, 4, *shape, 1)  # not 0: all pages are alike to that
     corners = d.whole(-3, 3, 2, n_batch, n_kv, n_pages, head_dim)
     bounds = torch.cat([corners.amax(0), corners.amin(0)], -1).to(dtype)
-    closed = [d.rng.choice([0, 1, n_pages, n_pages + 2, d.rng.randint(0, n_pages)]) for _ in range(n_batch)]
-    expected = torch.full((n_batch, n_kv, n), -1)
+    some = [0, 1, n_pages, n_pages, n_pages + 2, n_pages // step * step]
+    closed = [d.rng.choice([*some, *(d.rng.randint(0, n_pages) for _ in some)]) for _ in range(n_batch)]
+    expected, behind = torch.full((n_batch, n_kv, n), -1), d.one("behind", [d.poison, 1e3])  # or what seems to be best
     for b, k in itertools.product(range(n_batch), range(n_kv)):
         rows, seen = q[b, :, k].reshape(-1, 1, head_dim), bounds[b, k, : closed[b]].long()  # [R, 1, H], [P, 2H]
         scores = torch.where(rows > 0, rows * seen[:, :head_dim], rows * seen[:, head_dim:]).sum(-1)  # [R, P]
         if closed[b]:
             short = (scores - scores.amax(-1, keepdim=True)).amax(0)
             expected[b, k] = torch.tensor(best(short.tolist(), closed[b], n))
-        bounds[b, k, closed[b] :] = d.poison
+        bounds[b, k, closed[b] :, :head_dim], bounds[b, k, closed[b] :, head_dim:] = behind, -behind
     asked = d.keep(q.flatten(2, 3).to(dtype), 1, d.poison).transpose(1, 2)
     n_closed = d.keep(torch.tensor(closed), 1, n_pages)
     assert select.quest_pages(asked, d.keep(bounds, 2, d.poison), n_closed, n).equal(expected)
@@ -212,23 +216,28 @@ def int8_linear(d: Draw) -> None:
 
 def likeliest(d: Draw) -> None:
     d.patch.setattr(filters, "BLOCK", d.one("BLOCK", [32, 128, filters.BLOCK]))
-    n_rows, n = d.one("B", range(1, 5)), d.size("V", 32, 300)
+    n_rows, n = d.one("B", [1, 3, 4, 5]), d.size("V", 32, d.one("of", [40, 130, 130, 300]), 2)
     scores, top_k, top_p = [], [], []
     for _ in range(n_rows):
         normal = d.normal(n)
         by = {
-            "normal": normal * 2, "flat": normal * 1e-3, "sharp": normal * 1e3, "equal": normal * 0 + 3,
+            "normal": normal * 2, "flat": normal * 1e-3, "sharp": normal * 1e3, "equal": normal * 0,
             "ties": d.whole(-3, 0, n) * 0.7, "close": d.whole(-4, 0, n) * 2.0**-23,
             "impossible": torch.where(normal > 0.5, normal.round(), -INF), "half a unit": d.whole(-1, 0, n) * 31.1,
         }  # fmt: skip
-        row = by[d.one("scores", by)]
+        kind, some = d.one("scores", by), d.rng.randint(1, n)
+        row = by[kind]
         row[d.rng.randrange(n)] = d.rng.choice([0.0, 3.0])
         scores.append(row - row.max())
-        top_k.append(d.one("k", [1, n, n, d.rng.randint(1, n)]))
-        exactly = d.rng.randint(1, n) / n  # of equal tokens so many are enough, and no more
-        top_p.append(d.one("p", [exactly, exactly, 1e-12, 0.9, 0.999999, 1.0, 1.5, d.rng.random()]))
+        units = 2.0**44 * int((row == row.max()).sum())
+        # some of equal tokens are exactly enough, and so are all but some units of weight
+        exactly = {"equal": (n, some / n), "half a unit": (n, 1 - some / units)}
+        at_random = d.rng.choice([1, n, some]), d.rng.choice([d.rng.random(), 1e-12, 0.999999, 1.0, 1.5])
+        top_k.append(exactly.get(kind, at_random)[0])
+        top_p.append(exactly.get(kind, at_random)[1])
+    print(f"k={top_k} p={top_p}", end=" ")
     x, k, p = torch.stack(scores), torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64)
-    n_bad = min(n_rows - 1, d.one("rows with a NaN", [0, 1]))  # of which nothing is asked
+    n_bad = min(n_rows - 1, d.one("rows with a NaN", [0, 0, 1]))  # of which nothing is asked
     x[:n_bad, d.rng.randrange(n)] = NAN
     cuts, lasts = filters.likeliest(d.keep(x, 2, NAN), d.keep(k, 1, 1), d.keep(p, 1, 0.5))
     found = zip(x.tolist(), cuts.tolist(), lasts.tolist(), top_k, top_p, strict=True)
@@ -271,7 +280,8 @@ def test_a_seed_draws_the_same_case_again_and_a_write_past_an_end_is_noticed(mon
     draw.assert_kept()
     for tensor in (x, made):
         end = tensor.as_strided((1,), (1,), tensor.storage_offset() + 6)
+        before = end.clone()
         end.fill_(1.0)
         with pytest.raises(AssertionError):
             draw.assert_kept()
-        end.fill_(NAN)
+        end.fill_(float(before))
