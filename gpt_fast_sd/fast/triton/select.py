@@ -60,6 +60,7 @@ def cut(p_scores, n_valid, wanted, BLOCK: tl.constexpr):
         b_count += m_number.to(tl.int32)
     n_numbers = tl.sum(b_count, 0)
     low, high = ordered(tl.min(b_least, 0)), ordered(tl.max(b_most, 0))
+    high = tl.where(high == -1, 0, high)  # a best of -0.0 is as good as 0.0: nothing may be above a cut at zeros
     n_above = tl.zeros([], tl.int32)
     while low < high:
         middle = low + ((high - low + 1) >> 1)

@@ -61,6 +61,13 @@ def test_a_bisection_that_ends_at_0_takes_zeros_of_both_signs() -> None:
             assert_best(torch.tensor([scores]), torch.tensor(9), n)
 
 
+def test_a_row_whose_best_is_minus_0_gives_no_more_than_what_is_wanted() -> None:
+    # 0.0 is the score above -0.0, and as -0.0 is at or above it, all zeros were taken, past the end of the list
+    for scores in ([-0.0], [-0.0] * 5, [-1.0, -0.0, -2.0, -0.0, -0.0], [NAN, -0.0, -0.0]):
+        for n in range(1, len(scores) + 2):
+            assert_best(torch.tensor([scores, scores]), torch.tensor(9), n)
+
+
 def test_rows_may_be_longer_than_what_is_looked_at_together() -> None:
     scores = rows_of_every_kind(2 * select_triton.BLOCK + 100)
     n_valid = torch.tensor([10**6, select_triton.BLOCK, 3000]).repeat(3)
