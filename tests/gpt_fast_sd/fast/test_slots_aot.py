@@ -69,9 +69,9 @@ def cells() -> Iterator[Any]:
         names, chips = ("bf16", "fp16") if name == "bf16" else (name,), [chip for chip in CHIP if CHIP[chip][0] == cap]
         for i, (column, most) in enumerate(zip(PRODUCTS if "linear" in name else ATTENTION, ceilings, strict=True)):
             share = [f"{chip.replace(' ', '_')}_{percents(name, chip)[i]:.0f}%" for chip in chips]
-            often = cap == 90 and (i == 0 or (name, column) == ("bf16", "list_16"))
             for each in names:
-                marks = () if often and (each, column) != ("fp16", "list_16") else pytest.mark.slow
+                often = cap == 90 and (i == 0 or (each, column) == ("bf16", "list_16"))
+                marks = () if often else pytest.mark.slow
                 yield pytest.param(each, column, cap, most, id="-".join([each, column, *share]), marks=marks)
 
 
