@@ -60,6 +60,8 @@ class Compiled:
                 jump = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", instruction[1])
                 if jump and labels.get(jump[1], len(code)) < len(code) - 1:  # backwards; to itself: the end's trap
                     spans.append((labels[jump[1]], len(code)))
+        # a jump into a loop from behind it is no loop's: it returns from code that is set apart since it seldom runs
+        spans = [a for a in spans if not any(b[0] < a[0] < b[1] < a[1] for b in spans)]
         inner = [a for a in spans if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
         return [code[first:end] for first, end in inner]
 

@@ -79,9 +79,10 @@ class Config(NamedTuple):
 # fp32 products use no tensor cores, and larger tiles do not fit the registers; with one tile, results depend on no T.
 #
 # Entries of one byte: half the bytes are in flight, 32 KiB per thread block, and the block in use lies in shared memory
-# once more, widened to 16 bits. 16 rows of 128 dims compiled for sm_90: 128 registers, 54 KiB, four thread blocks per
-# SM and 610 instructions per block of int8 keys (bf16: 321), where its 16 KiB take 790 clocks of an SM's share of 4.8
-# TB/s. A tile of 128 rows would spill on Ampere, 64 rows with four warps, too.
+# once more, widened to 16 bits. 16 rows of 128 dims compiled for sm_90: 134 registers, 54 KiB, three thread blocks per
+# SM and 673 instructions per block of int8 keys (bf16: 321), where its 16 KiB take 790 clocks of an SM's share of 4.8
+# TB/s: 84 % of its issue slots (tests/gpt_fast_sd/fast/test_slots_aot.py). A tile of 128 rows would spill on Ampere, 64
+# rows with four warps, too.
 CONFIGS = {
     (90, 2, 64): (64, {16: (4, 4, 2), 32: (4, 4, 2), 64: (4, 4, 2), 128: (8, 3, 1)}),
     (90, 2, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpt_fast_sd.fast.triton import decode, prefill, select, sparse
+from gpt_fast_sd.fast.triton import decode, int8, prefill, select, sparse
 from gpt_fast_sd.model import CacheLayer
 from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32, INT8, PLANES
 from tests.gpt_fast_sd.fast.references import layer_of
@@ -78,3 +78,16 @@ def bound(
     """Call the launcher of page_bounds."""
     bounds = new(n_batch, 8, 8192 // page, 2 * head_dim, dtype=dtype)
     select.page_bounds(layer(n_batch, head_dim, dtype, held), bounds, new(n_batch), n_pages, page)
+
+
+def product(
+    cap: int, n_rows: int, n_in: int = 4096, n_out: int = 4096, dtype: torch.dtype = BF16, biased: bool = False
+) -> Launch:
+    """The kernel that one call of the launcher builds and would launch."""
+
+    def call() -> None:
+        x, weight, scale = new(n_rows, n_in, dtype=dtype), new(n_out, n_in, dtype=INT8), new(n_out, dtype=FP32)
+        int8.linear(x, weight, scale, new(n_out, dtype=dtype) if biased else None, arch=cap)
+
+    (launch,) = launched(cap, call)
+    return launch

@@ -15,10 +15,9 @@ import torch
 pytest.importorskip("triton")
 
 from gpt_fast_sd.fast.triton import filters as filters_triton
-from gpt_fast_sd.fast.triton import int8 as int8_triton
 from gpt_fast_sd.fast.triton import select as select_triton
 from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32, PLANES
-from tests.gpt_fast_sd.fast.launching import bound, launched, new
+from tests.gpt_fast_sd.fast.launching import bound, launched, new, product
 from tests.gpuless.aot import assert_fits, assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch
 from tests.helpers import few
@@ -155,19 +154,6 @@ def test_a_step_of_the_search_is_one_launch_of_many_programs_per_row() -> None:
 
 WEIGHTS = [(4096, 4096), (14336, 4096), (4096, 28672)]  # (I, O): wo, w_out and w_in of an 8B model
 MOST_INSTRUCTIONS = 400  # of a warp, for 64 outputs x 128 inputs x 64 rows; 4 warps
-
-
-def product(
-    cap: int, n_rows: int, n_in: int = 4096, n_out: int = 4096, dtype: torch.dtype = BF16, biased: bool = False
-) -> Launch:
-    """The kernel that one call of the launcher builds and would launch."""
-
-    def call() -> None:
-        x, weight, scale = new(n_rows, n_in, dtype=dtype), new(n_out, n_in, dtype=torch.int8), new(n_out, dtype=FP32)
-        int8_triton.linear(x, weight, scale, new(n_out, dtype=dtype) if biased else None, arch=cap)
-
-    (launch,) = launched(cap, call)
-    return launch
 
 
 @pytest.mark.parametrize(

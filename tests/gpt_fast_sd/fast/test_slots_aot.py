@@ -1,0 +1,112 @@
+"""How many of a chip's issue slots a kernel takes while its bytes arrive, by its machine code: a ceiling for each.
+
+`python -m pytest tests/gpt_fast_sd/fast/test_slots_aot.py -m "" -s` prints what is counted, and docs/gpu.md's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.gpt_fast_sd.fast.dense import FP16, INT8, PLANES
+from tests.gpt_fast_sd.fast.launching import attended, product
+from tests.gpuless.driver import Launch
+from tests.gpuless.slots import CHIP, slots_offered, slots_taken
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {}, "fp16": {"dtype": FP16}, "int8": {"held": INT8}, "planes": {"held": PLANES},
+    "upper_plane": {"held": PLANES, "tail": 64},
+}  # fmt: skip
+# operator and tokens of 4 query heads: tiles of 16, 32 and 64 rows, 72 rows; drafts over a list
+ATTENTION = {
+    "16": ("decode", 4), "32": ("decode", 8), "32_mass": ("mass", 8), "64": ("decode", 16), "72": ("decode", 18),
+    "list_16": ("sparse", 4), "list_32": ("sparse", 8),
+}  # fmt: skip
+PRODUCTS = {f"{n_rows}_x_{n_out}": (n_rows, n_out) for n_out in (4096, 28672) for n_rows in (16, 32, 64)}
+# (what is read, sm_<cap>) -> slots for a KiB in each column of ATTENTION or PRODUCTS: 3 % above what Triton 3.7.1 needs
+CEILINGS = {
+    ("bf16", 80): (43, 61, 76, 111, 174, 70, 94),
+    ("bf16", 89): (42, 61, 77, 111, 174, 70, 94),
+    ("bf16", 90): (42, 60, 75, 74, 139, 71, 95),
+    ("bf16", 100): (42, 59, 75, 86, 152, 71, 97),
+    ("int8", 80): (169, 206, 234, 368, 736, 209, 254),
+    ("int8", 89): (172, 206, 237, 373, 745, 213, 254),
+    ("int8", 90): (171, 204, 236, 246, 402, 213, 255),
+    ("int8", 100): (168, 202, 234, 292, 462, 211, 254),
+    ("planes", 80): (307, 349, 377, 614, 1227, 337, 380),
+    ("planes", 89): (309, 350, 376, 623, 1245, 339, 381),
+    ("planes", 90): (307, 349, 374, 385, 545, 344, 384),
+    ("planes", 100): (302, 346, 371, 435, 626, 341, 383),
+    ("upper_plane", 80): (732, 839, 900, 1518, 3035, 792, 886),
+    ("upper_plane", 89): (740, 838, 900, 1529, 3057, 794, 886),
+    ("upper_plane", 90): (729, 834, 896, 936, 1316, 796, 895),
+    ("upper_plane", 100): (726, 829, 895, 1154, 1725, 803, 895),
+    ("int8_linear", 80): (173, 194, 243, 133, 153, 185),
+    ("int8_linear", 89): (170, 194, 243, 131, 150, 185),
+    ("int8_linear", 90): (149, 171, 243, 169, 177, 194),
+    ("int8_linear", 100): (147, 172, 244, 148, 153, 169),
+}
+# what may take more slots than there are with 16 rows already, those of plain decoding and drafts: nothing else may
+OVER = {
+    "a100": {"planes", "upper_plane"}, "h100": {"planes", "upper_plane"}, "h200": {"planes", "upper_plane"},
+    "b200": {"int8", "planes", "upper_plane", "int8_linear"}, "rtx 4090": set(),
+}  # fmt: skip
+
+
+def percents(name: str, chip: str) -> list[float]:
+    """The ceilings in percent of the slots that a chip has while a KiB arrives."""
+    return [100 * most / slots_offered(chip) for most in CEILINGS[name, CHIP[chip][0]]]
+
+
+def cells() -> Iterator[Any]:
+    """Every cell, its percents in its id; one of each format in the ordinary run."""
+    for (name, cap), ceilings in CEILINGS.items():
+        names, chips = ("bf16", "fp16") if name == "bf16" else (name,), [chip for chip in CHIP if CHIP[chip][0] == cap]
+        for i, (column, most) in enumerate(zip(PRODUCTS if "linear" in name else ATTENTION, ceilings, strict=True)):
+            share = [f"{chip.replace(' ', '_')}_{percents(name, chip)[i]:.0f}%" for chip in chips]
+            for each in names:
+                often = cap == 90 and (i == 0 or (each, column) == ("bf16", "list_16"))
+                marks = () if often else pytest.mark.slow
+                yield pytest.param(each, column, cap, most, id="-".join([each, column, *share]), marks=marks)
+
+
+def built(name: str, column: str, cap: int) -> Launch:
+    """The kernel that reads: keys and values of 128 dims, or weights of 4,096 inputs."""
+    if column in PRODUCTS:
+        n_rows, n_out = PRODUCTS[column]
+        return product(cap, n_rows, n_out=n_out)
+    op, n_tokens = ATTENTION[column]
+    return attended(op, cap, n_tokens=n_tokens, **FORMATS[name])[0]
+
+
+@pytest.mark.parametrize(("name", "column", "cap", "most"), [*cells()])
+def test_a_loop_takes_no_more_issue_slots_for_what_it_reads_than_it_is_known_to(
+    name: str, column: str, cap: int, most: int
+) -> None:
+    taken = slots_taken(built(name, column, cap))
+    shares = (f"{chip} {taken / slots_offered(chip):.0%}" for chip in CHIP if CHIP[chip][0] == cap)
+    print(f"{name} {column} sm_{cap}: {taken:.1f} slots a KiB,", *shares)
+    assert taken <= most
+
+
+def test_what_waits_for_instructions_instead_of_memory_is_named() -> None:
+    read = dict.fromkeys(name for name, _ in CEILINGS)
+    assert {chip: {name for name in read if percents(name, chip)[0] > 100} for chip in CHIP} == OVER
+
+
+def test_the_page_about_gpus_shows_the_ceilings() -> None:
+    names = {"bf16": "bf16, fp16", "int8": "int8", "planes": "planes, both", "upper_plane": "the upper plane",
+             "int8_linear": "int8 weights"}  # fmt: skip
+    rows = [["percent", *(chip.upper() for chip in CHIP)], ["---"] * 6]
+    for name, title in names.items():
+        every = [[f"{share:.0f}" for share in percents(name, chip)] for chip in CHIP]
+        n = 3 if name == "int8_linear" else 5
+        rows.append([title, *("; ".join((" / ".join(some[:n]), " / ".join(some[n:]))) for some in every)])
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    print(table)
+    assert table in (Path(__file__).parents[3] / "docs" / "gpu.md").read_text()
