@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+import triton
+
 from tests.gpt_fast_sd.fast.dense import FP16, INT8, PLANES
 from tests.gpt_fast_sd.fast.launching import attended, product
 from tests.gpuless.driver import Launch
@@ -51,6 +53,7 @@ CEILINGS = {
     ("int8_linear", 90): (149, 171, 243, 169, 177, 194),
     ("int8_linear", 100): (147, 172, 244, 148, 153, 169),
 }
+OLDER = 1.4 if triton.__version__.startswith("3.6.") else 1.0  # whose loops over lists are up to 40 % longer
 # what may take more slots than there are with 16 rows already, those of plain decoding and drafts: nothing else may
 OVER = {
     "a100": {"planes", "upper_plane"}, "h100": {"planes", "upper_plane"}, "h200": {"planes", "upper_plane"},
@@ -91,7 +94,7 @@ def test_a_loop_takes_no_more_issue_slots_for_what_it_reads_than_it_is_known_to(
     taken = slots_taken(built(name, column, cap))
     shares = (f"{chip} {taken / slots_offered(chip):.0%}" for chip in CHIP if CHIP[chip][0] == cap)
     print(f"{name} {column} sm_{cap}: {taken:.1f} slots a KiB,", *shares)
-    assert taken <= most
+    assert taken <= most * OLDER
 
 
 def test_what_waits_for_instructions_instead_of_memory_is_named() -> None:
