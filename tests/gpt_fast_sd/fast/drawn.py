@@ -99,8 +99,8 @@ class Asked:
         self.head_dim, group = d.one("H", HEAD_DIMS), d.one("G", GROUPS)
         n_tokens = d.size("T", 128 // group, 2 * 128 // group + 3) if many else d.one("T", range(1, 10))
         # where keys are split a program merges each row, so there are not many of all at once
-        self.n_kv = d.one("K", range(1, 1 + max(1, min(3, 150 // (group * n_tokens)))))
-        n_batch = d.one("B", range(1, 1 + max(1, min(4, 300 // (group * n_tokens * self.n_kv)))))
+        self.n_kv = d.one("K", range(1, 1 + max(1, min(3, (300 if many else 150) // (group * n_tokens)))))
+        n_batch = d.one("B", range(1, 1 + max(1, min(4, (500 if many else 300) // (group * n_tokens * self.n_kv)))))
         self.n_keys, self.arch = d.size("n_keys", 64, most_keys), d.one("arch", ARCHS)
         self.shape = n_batch, self.n_kv, self.n_keys + d.one("spare", [0, 1, 64])  # B, K, S
         pos = torch.tensor([self.row(n_tokens) for _ in range(n_batch)])  # [B, T]
