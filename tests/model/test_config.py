@@ -10,17 +10,9 @@ from typing import Any
 
 import pytest
 
+from gpt_fast_sd import model as models
 from gpt_fast_sd.loading import BUNDLED
-from gpt_fast_sd.model import (
-    PRESETS,
-    CheckpointError,
-    ModelConfig,
-    RopeScaling,
-    load_tokenizer,
-    preset,
-    read_config,
-    read_stored_dtype,
-)
+from gpt_fast_sd.model import PRESETS, CheckpointError, ModelConfig, RopeScaling, load_tokenizer, preset, read_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2,
@@ -334,4 +326,4 @@ def test_a_folder_of_the_hub_gives_its_shape(name: str, tmp_path: Path) -> None:
     config, generation, expected, dtype = READ[name]
     folder = write(tmp_path, config, generation)
     assert read_config(folder) == expected
-    assert read_stored_dtype(folder) == dtype
+    assert models.read_stored_dtype(folder) == dtype

@@ -24,11 +24,8 @@ from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import load_model, save_hugging_face
 from gpt_fast_sd.serving.lifecycle import Access
 from gpt_fast_sd.serving.scheduling import Schedule
-from tests.helpers import Refuses, few, random_ids, tiny_model
+from tests.helpers import Patch, Printed, Refuses, few, random_ids, tiny_model
 from tests.tp.spawn import run, start_without_agent, torchrun
-
-Printed = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 
 PROGRAM = Path(batch.__file__)
 Record = dict[str, Any]

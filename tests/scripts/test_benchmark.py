@@ -18,10 +18,7 @@ from measuring import chips, modes, points, turns
 from measuring.chips import Chip, Rates
 from measuring.forecast import System
 from measuring.grid import Point, Setting
-from tests.helpers import Refuses, tiny_config
-
-Printed = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
+from tests.helpers import Patch, Printed, Refuses, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "cpu"
@@ -215,9 +212,7 @@ def test_several_temperatures_share_prompts_that_are_prefilled_once(sweep: Bench
 
 
 @pytest.mark.parametrize("flags", ["", "--synthetic", "--sweep precision"])
-def test_a_batch_that_no_memory_holds_is_refused_before_its_prompts_are_made(
-    sweep: Bench, monkeypatch: Patch, flags: str
-) -> None:
+def test_a_batch_no_memory_holds_is_refused_before_its_prompts(sweep: Bench, monkeypatch: Patch, flags: str) -> None:
     monkeypatch.setattr(benchmark.prompts, "round_the_text", None)
     monkeypatch.setattr(modes, "MOST_RANDOM", 1000)
     assert sweep.code("--batch 1000000000 --context 40", flags) == 2
@@ -326,7 +321,7 @@ def test_every_policy_and_budget_is_a_point_and_what_cannot_be_built_is_named(by
     assert lines == [["streaming", "16"], ["streaming", "64"], ["snapkv", "64"], ["lookup", "-"]]
 
 
-def test_without_pairs_acceptance_is_that_of_timed_runs_and_nothing_is_timed(
+def test_without_pairs_acceptance_is_that_of_timed_runs_and_none_is_timed(
     by_budget: Bench, monkeypatch: Patch, refuses: Refuses
 ) -> None:
     runs, original = [], turns.run

@@ -304,9 +304,7 @@ def test_the_model_reads_prose_far_better_than_chance(model: Transformer, tokeni
     assert loss < 5.0  # a uniform guess among 4,096 costs 8.3, the best unigram guess about 6.5
 
 
-def test_the_model_copies_a_run_of_random_tokens_it_has_seen_before(
-    model: Transformer, tokenizer: Tokenizer, document: str
-) -> None:
+def test_the_model_copies_random_tokens_it_has_seen(model: Transformer, tokenizer: Tokenizer, document: str) -> None:
     """Nothing but the first copy predicts the second one: this is the far reading that drafts need."""
     n = 64
     words = torch.tensor(tokenizer.encode(document, bos=False))

@@ -261,10 +261,8 @@ def same_texts(together: Engine, alone: Engine, runs: Sequence[Any] = (GREEDY, S
 
 def compare(parallel: Parallel, draft: DraftConfig, *, sampled: bool = True, **settings: Any) -> list[Completion]:
     """Greedy texts of all ranks, which must be those of one alone, as sampled ones must, drafts and all."""
-    together, alone = (
-        engine_of(parallel, draft, **settings),
-        engine_of(None, dataclasses.replace(draft, draft_tp=None), **settings),
-    )
+    together = engine_of(parallel, draft, **settings)
+    alone = engine_of(None, dataclasses.replace(draft, draft_tp=None), **settings)
     return same_texts(together, alone, [GREEDY, SAMPLED] if sampled else [GREEDY])[0]
 
 
