@@ -26,10 +26,8 @@ from tests.helpers import ByteTokenizer, Patch, Printed, Refuses, random_ids, ti
 
 QUICK = ["--no-compile", "--max-new-tokens", "6", "--gamma", "2"]  # auto chooses by the clock
 NIGHT = ["--prompt", "It was a dark night"]
-ESCAPE = re.compile(r"\033\[[0-9;]*m")
-
-
 Says = Callable[..., str]
+ESCAPE = re.compile(r"\033\[[0-9;]*m")
 
 
 @pytest.fixture(autouse=True)

@@ -137,9 +137,8 @@ def test_a_stage_runs_in_a_process_of_its_own_and_is_not_run_again(tmp_path: Pat
     ],
 )
 def test_the_exit_code_distinguishes_done_left_and_failed(
-    end: Record, code: int, said: str, tmp_path: Path, monkeypatch: Patch,
-    capsys: Printed,
-) -> None:  # fmt: skip
+    end: Record, code: int, said: str, tmp_path: Path, monkeypatch: Patch, capsys: Printed
+) -> None:
     ends = {"test-rounds": end} if end else {}
     monkeypatch.setattr(gpu_suite, "launcher", lambda argv: FakeProcesses(**ends))
     assert gpu_suite.main([str(tmp_path), *DRY.split(), "--stages", "bundled,test-rounds"]) == code

@@ -49,9 +49,8 @@ def run(
 
 def test_ragged_prompts_get_the_engines_tokens_in_as_many_rounds() -> None:
     draft, ids = DraftConfig(policy="streaming", budget=BUDGET, gamma=GAMMA), prompts()
-    config = EngineConfig(
-        dtype="fp32", compile=False, device="cpu", batch_size=len(ids), max_seq_len=max(map(len, ids)) + N_NEW
-    )
+    longest = max(map(len, ids)) + N_NEW
+    config = EngineConfig(dtype="fp32", compile=False, device="cpu", batch_size=len(ids), max_seq_len=longest)
     engine = Engine.from_pretrained("bundled", config, draft)
     theirs = engine.generate(ids, SamplingParams(max_tokens=N_NEW, ignore_eos=True))
     texts, took = run(bundled(), ids)
@@ -164,9 +163,8 @@ def test_accepted_and_replaced_drafts_follow_the_target_exactly() -> None:
 def test_sampled_text_follows_the_model_as_plain_decoding_does() -> None:
     """The first two tokens of many seeds, drafted from a window of one entry, against the model's own probabilities."""
     model, n, ids = tiny_model(tiny_config(vocab_size=7)), 1200, random_ids(12, vocab_size=7)
-    texts, took = run(
-        model, [ids] * n, seeds=range(n), max_tokens=2, gamma=2, budget=minimal.N_SINK + 1, temperature=1.0
-    )
+    how = {"max_tokens": 2, "gamma": 2, "budget": minimal.N_SINK + 1, "temperature": 1.0}
+    texts, took = run(model, [ids] * n, seeds=range(n), **how)
     assert took["accepted"] < 0.9 * took["drafted"]
     pairs = torch.tensor(texts)  # [n, 2]
     tokens = torch.tensor([[*ids, first] for first in range(7)])  # [7, T]

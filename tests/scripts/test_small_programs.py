@@ -261,9 +261,8 @@ def test_a_named_device_with_its_own_rates_is_the_same_plan(capsys: Printed) -> 
     ],
 )  # fmt: skip
 def test_few_bits_reach_the_plan_and_its_heading_and_drafts_take_less_time(
-    given: str, more: str, settings: dict[str, object], said: str,
-    tmp_path: Path, capsys: Printed,
-) -> None:  # fmt: skip
+    given: str, more: str, settings: dict[str, object], said: str, tmp_path: Path, capsys: Printed
+) -> None:
     argv = [*LLAMA, *CELL.split(), "--json", str(tmp_path / "plan.json")]
     found = []
     for flags in (given, f"{given} {more}"):

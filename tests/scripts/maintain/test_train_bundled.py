@@ -138,9 +138,8 @@ def test_the_export_runs_in_the_engine_and_matches_the_checkpoint(trained: Path)
     weights = checkpoint(trained)["model"]
     for name, tensor in load_model(folder, dtype=torch.float32).state_dict().items():
         torch.testing.assert_close(tensor, weights[name].bfloat16().float(), rtol=0, atol=0)
-    engine = Engine.from_pretrained(
-        folder, EngineConfig(batch_size=1, max_seq_len=128, compile=False, dtype="fp32", device="cpu")
-    )
+    config = EngineConfig(batch_size=1, max_seq_len=128, compile=False, dtype="fp32", device="cpu")
+    engine = Engine.from_pretrained(folder, config)
     completion = engine.generate(["Clara Lockwood saw the"], SamplingParams(max_tokens=8, ignore_eos=True))[0]
     assert len(completion.tokens) == 8
 

@@ -14,7 +14,7 @@ from gpt_fast_sd import DraftConfig, registry
 from gpt_fast_sd.model import ModelConfig, preset
 from gpt_fast_sd.policies import View
 from measuring import roofline
-from measuring.chips import CHIPS, PCIE_5, Chip, Link, Ranks, chip_named, chip_of, measure, nvlink
+from measuring.chips import CHIPS, Chip, Link, Ranks, chip_named, chip_of, measure, nvlink
 from measuring.forecast import Kept, System, compare, default_policies, shape_of
 from measuring.replay import PROFILES
 from measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, Efficiency, Forecast, step_cost, step_seconds
@@ -84,8 +84,6 @@ def test_sums_over_machines_wait_for_the_network() -> None:
     hops = (30 - 4) * 0.6e-6 + 4 * 2.7e-6  # of 30 hops four leave a machine
     assert sixteen.all_reduce(1e6) == pytest.approx(6.6e-6 + hops + 30 / 16 * 1e6 / 50e9)
     assert Ranks(n=8, link=nvlink(900e9), network=network).slowest.name == "NVLink"
-    with pytest.raises(ValueError, match="tp 16 is more than the 8 devices of a machine: it needs --network"):
-        Ranks(n=16, link=PCIE_5)
 
 
 def test_fp32_and_int8_weights_have_their_bytes_and_fp32_its_own_rate() -> None:
@@ -502,8 +500,6 @@ HALVED = DraftConfig(policy="quantized")  # once half of each number of bf16 was
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (lambda: on_h200(ranks=Ranks(n=3, link=PCIE_5)), "tp 3 does not fit the model: it must divide n_heads 32"),
-        (lambda: on_h200().memory(STREAMING, 1, 200_000), "max_seq_len 200,512 is over the model's 131,072 positions"),
         (lambda: on_h200().memory(STREAMING, 0, 1000), "batch_size must be a whole number of at least 1, got 0"),
         (lambda: on_h200(draft_model=LLAMA_2).memory(STREAMING, 1, 1000), "of 32,000, the target of 128,256"),
         (lambda: on_h200(dtype="fp16", kv_dtype="int8").memory(STREAMING, 1, 1000), "'int8' is not for models in fp16"),
@@ -519,7 +515,6 @@ HALVED = DraftConfig(policy="quantized")  # once half of each number of bf16 was
             lambda: on_h200(kv_dtype="bf16").forecast(HALVED, 0.8, 8, 8000, 4),
             "policy 'quantized' reads half of an int8 cache.* got 'bf16'",
         ),
-        (lambda: drafts_of(on_h200(), ["off"], None, None, None), "policy 'off' drafts nothing"),
     ],
 )
 def test_what_the_engine_refuses_is_refused_in_its_words(asked: Callable[[], object], said: str) -> None:
@@ -538,8 +533,6 @@ def test_chips_are_known_by_what_users_and_drivers_call_them() -> None:
     assert chip_of("NVIDIA A100-SXM4-40GB") is CHIPS["a100 40gb"]
     assert chip_of("NVIDIA L40S") is CHIPS["l40s"] and chip_of("NVIDIA L4") is CHIPS["l4"]
     assert chip_of("NVIDIA GeForce GTX 1080") is None
-    with pytest.raises(ValueError, match=r"device must be 'this' or one of a100, .* got 'H300'"):
-        chip_named("H300")
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
@@ -570,8 +563,6 @@ def test_acceptance_is_what_is_said_else_what_was_measured_else_what_was_publish
     assert "measured" in kept.chances(DraftConfig(policy="lookup"), 8000)[1]  # which has no budget
     chances, source = Kept.of([]).chances(STREAMING, 8000)
     assert chances == PROFILES["streaming"].chances and source.startswith("assumed: StreamingLLM 512")
-    with pytest.raises(ValueError, match="no published acceptance of lookup is known"):
-        Kept.of([]).chances(DraftConfig(policy="lookup"), 8000)
 
 
 def test_measured_acceptance_is_that_of_the_nearest_context_and_the_lowest_temperature() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,13 +102,8 @@ def test_an_engine_that_changes_its_draft_is_the_engine_that_was_built_with_it(p
 
 
 def test_a_batch_shares_an_engine_but_for_draft_models_and_exact_mode() -> None:
-    points = [
-        point(policy, batch, context, gamma)
-        for batch in (1, 2)
-        for policy in ("streaming", "standalone")
-        for gamma in (4, 6)
-        for context in (100, 200)
-    ]
+    kinds = itertools.product((1, 2), ("streaming", "standalone"), (4, 6), (100, 200))
+    points = [point(policy, batch, context, gamma) for batch, policy, gamma, context in kinds]
     shared = [*groups(points, exact=False)]
     assert [len(group) for group in shared] == [4, 2, 2, 4, 2, 2]
     assert [point for group in shared for point in group] == points

@@ -50,6 +50,10 @@ def wide() -> Engine:
     return narrow(batch_size=128)
 
 
+def assert_found(finding: lossless.Finding) -> None:
+    assert not finding.passed, finding.line
+
+
 def drawn(engine: Engine) -> lossless.Finding:
     return lossless.samples(engine, PROMPTS[:2], 1000)
 
@@ -90,8 +94,7 @@ def of_a_neighbour(p: Tensor, q: Tensor, *others: Tensor, **how: Any) -> AcceptR
 @pytest.mark.parametrize("judged", [from_p, of_a_neighbour])
 def test_samples_find_a_wrong_judge(judged: Callable[..., AcceptResult], wide: Engine, monkeypatch: Patch) -> None:
     monkeypatch.setattr(acceptance, "verify_sampled", judged)
-    finding = drawn(wide)
-    assert not finding.passed, finding.line
+    assert_found(drawn(wide))
 
 
 def test_samples_find_drafts_judged_by_a_filtered_q_and_drawn_from_another(wide: Engine, monkeypatch: Patch) -> None:
@@ -104,8 +107,7 @@ def test_samples_find_drafts_judged_by_a_filtered_q_and_drawn_from_another(wide:
     assert isinstance(wide.policy, ModelDraft)
     monkeypatch.setattr(wide.policy._choose, "fn", choose)
     monkeypatch.setattr(lossless, "FILTERED", {"temperature": 1.0, "top_k": 4})
-    finding = drawn(wide)
-    assert not finding.passed, finding.line
+    assert_found(drawn(wide))
 
 
 def test_greedy_finds_positions_of_drafts_that_are_one_off(engine: Engine, monkeypatch: Patch) -> None:
@@ -118,8 +120,7 @@ def test_greedy_finds_positions_of_drafts_that_are_one_off(engine: Engine, monke
         return result
 
     monkeypatch.setattr(type(model), "forward", shifted)
-    finding = lossless.greedy(engine, PROMPTS, 2 * N_TOKENS)
-    assert not finding.passed, finding.line
+    assert_found(lossless.greedy(engine, PROMPTS, 2 * N_TOKENS))
 
 
 def test_greedy_finds_the_key_of_a_refused_draft_that_stays(monkeypatch: Patch) -> None:
@@ -131,8 +132,7 @@ def test_greedy_finds_the_key_of_a_refused_draft_that_stays(monkeypatch: Patch) 
         store(self, pos[:, first:], k[:, :, first:], v[:, :, first:])
 
     monkeypatch.setattr(CacheLayer, "store", stale)
-    finding = lossless.greedy(built(policy="lookup", ngram=1), PROMPTS, 2 * N_TOKENS)
-    assert not finding.passed, finding.line
+    assert_found(lossless.greedy(built(policy="lookup", ngram=1), PROMPTS, 2 * N_TOKENS))
 
 
 def test_seeds_find_one_that_depends_on_the_row(engine: Engine, monkeypatch: Patch) -> None:
@@ -150,8 +150,7 @@ def test_seeds_find_one_that_depends_on_the_row(engine: Engine, monkeypatch: Pat
 
 def test_refill_finds_a_slot_that_is_not_cleared(monkeypatch: Patch) -> None:
     monkeypatch.setattr(KVCache, "vacate", lambda self, slot, keep=0: self.seq_len[slot].zero_())
-    finding = lossless.refill(narrow(), PROMPTS, N_TOKENS)
-    assert not finding.passed, finding.line
+    assert_found(lossless.refill(narrow(), PROMPTS, N_TOKENS))
 
 
 def test_exact_finds_a_step_whose_width_varies(monkeypatch: Patch) -> None:
@@ -162,8 +161,7 @@ def test_exact_finds_a_step_whose_width_varies(monkeypatch: Patch) -> None:
         return logits * (1 + 2**-22 * (tokens.shape[1] > 1)), mass  # the last bits
 
     monkeypatch.setattr(Round, "feed", nudged)
-    finding = lossless.exact(engine, PROMPTS[:4], N_TOKENS)
-    assert not finding.passed, finding.line
+    assert_found(lossless.exact(engine, PROMPTS[:4], N_TOKENS))
 
 
 def test_logits_that_are_no_numbers_fail_and_raise_nothing(engine: Engine, monkeypatch: Patch) -> None:
@@ -238,9 +236,8 @@ def test_samples_find_a_filter_that_leaks_rarely(wide: Engine, monkeypatch: Patc
 
     def leaking(self: Engine, *args: Any, **how: Any) -> Any:
         done = stream(self, *args, **how)
-        cells = lossless.Cells.of(
-            lambda ids: self.logits(ids, last=1)[0], PROMPTS[0], SamplingParams(**lossless.FILTERED)
-        )
+        params = SamplingParams(**lossless.FILTERED)
+        cells = lossless.Cells.of(lambda ids: self.logits(ids, last=1)[0], PROMPTS[0], params)
         one = next(i for i, c in enumerate(done) if i % 4 == 1)  # the first prompt's, filtered
         token = int(cells.outside[None].nonzero()[0])
         return [replace(c, tokens=[token, *c.tokens[1:]]) if i == one else c for i, c in enumerate(done)]
@@ -272,11 +269,8 @@ def test_a_right_engine_whose_rounding_drops_the_last_token_of_a_filter_passes()
     q = torch.tensor([0.5, 0.3999]) / 0.8999
     outputs = torch.stack([q.multinomial(n, True, generator=generator) for _ in range(2)], 1).tolist()
     statistic, freedom = lossless.g_statistic(cells.count(outputs), cells.expected * n)
-    assert (
-        lossless.chance_of(statistic, freedom)
-        < lossless.CHANCE
-        < lossless.chance_of(statistic, freedom, cells.rounding(n))
-    )
+    blunt, sharp = (lossless.chance_of(statistic, freedom, allowed) for allowed in (cells.rounding(n), 0.0))
+    assert sharp < lossless.CHANCE < blunt
 
 
 def test_nothing_is_proved_by_samples_of_one_cell_and_too_many_are_refused(wide: Engine, monkeypatch: Patch) -> None:
