@@ -96,9 +96,6 @@ def test_logits_equal_transformers_which_reads_what_is_saved(case: str, tmp_path
         assert torch.equal(tensor, other), name
 
 
-# ---- where a compiler reads a layer ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n_rows", [1, 8])
 def test_what_inductor_reads_of_a_layer_is_the_layer(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Halves of words, which a compiler reads as vectors, are the elements side by side, gate first."""

@@ -149,9 +149,6 @@ def test_a_position_takes_its_numbers_and_a_scale_a_head_and_drafts_of_planes_ha
     assert drafts.layers[0].bytes_per_entry == config.n_kv_heads * 2 * config.head_dim * half
 
 
-# ---- in two planes of nibbles ---------------------------------------------------------------------------------------
-
-
 def whole(upper: Tensor, lower: Tensor) -> Tensor:
     """16 times the upper nibble, and the lower one, less 128: of the low halves of the bytes, then of the others."""
     parts = [16 * n.int() + m.int() for n, m in ((upper % 16, lower % 16), (upper // 16, lower // 16))]

@@ -111,9 +111,6 @@ def test_the_smoke_test_finds_short_rows_and_text_that_drafting_changes(monkeypa
         made.both_ways()
 
 
-# ---- tests/gpu on a machine without a GPU ----------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_tests_for_a_chip_are_skipped_with_one_reason_where_there_is_none() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]

@@ -44,9 +44,6 @@ def run(
     return minimal.generate(model, prompts, [*seeds][: len(prompts)], eos_ids, **how)
 
 
-# ---- the tokens ------------------------------------------------------------------------------------------------------
-
-
 def test_ragged_prompts_get_the_engines_tokens_in_as_many_rounds() -> None:
     draft, ids = DraftConfig(policy="streaming", budget=BUDGET, gamma=GAMMA), prompts()
     longest = max(map(len, ids)) + N_NEW
@@ -97,9 +94,6 @@ def test_a_model_in_bf16_runs() -> None:
     assert [len(text) for text in texts] == [N_NEW, N_NEW]
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_rows_output_is_the_same_alone_and_in_a_batch(temperature: float) -> None:
     seeds = (5, 6, 7)
@@ -129,9 +123,6 @@ def test_a_row_that_ends_leaves_the_batch_and_the_others_go_on() -> None:
         assert texts == [text[: text.index(eos) + 1] if eos in text else text for text in free]
         alone = [run(model, [one], eos_ids=(eos,), budget=99)[1] for one in ids]
         assert took == sum(alone, Counter())
-
-
-# ---- acceptance ------------------------------------------------------------------------------------------------------
 
 
 def test_accepted_and_replaced_drafts_follow_the_target_exactly() -> None:
@@ -193,9 +184,6 @@ def test_a_draw_is_never_a_token_of_probability_zero() -> None:
 def test_a_tiny_temperature_is_nearly_greedy_and_no_number_overflows() -> None:
     for temperature in (0.0, 1e-300, 1e-46, 1e-37):
         assert minimal.distribution(torch.tensor([[1.0, 60.0, 59.0]]), temperature).tolist() == [[0.0, 1.0, 0.0]]
-
-
-# ---- the program -----------------------------------------------------------------------------------------------------
 
 
 def test_the_file_is_short_and_imports_only_torch_and_the_model() -> None:

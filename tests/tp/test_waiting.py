@@ -118,9 +118,6 @@ def test_processes_that_do_not_meet_are_one_sentence(monkeypatch: Patch) -> None
         start(device="cpu")
 
 
-# ---- what ranks compare ----------------------------------------------------------------------------------------------
-
-
 class Silent(list[int]):
     """Token ids that must not be printed."""
 
@@ -142,9 +139,6 @@ def test_texts_are_compared_as_they_lie_in_memory_and_not_as_they_print(two_rank
     for other in ([[1], [2, 3]], [[1, 2, 3]], [[3], [1, 2]], [[1, 2], [4]], [[1, 2], [3], []], [[1, 2], [3 + 2**40]]):
         assert checksum_of(two_ranks, "greedy", other) != ours
     assert checksum_of(two_ranks, "sampled", texts) != ours
-
-
-# ---- who says why ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,6 @@ def test_the_picture_in_docs_is_that_of_the_recording_beside_it(tmp_path: Path) 
     assert (tmp_path / svg.name).read_text(encoding="utf-8") == svg.read_text(encoding="utf-8")
 
 
-# ---- README's plot: what a sweep measured, with labels that do not lie over each other -------------------------------
-
-
 def point(batch: int, context: int, speedup: float, **changes: Any) -> dict[str, Any]:
     spread = {"min": speedup - 0.1, "median": speedup, "max": speedup + 0.1}
     shared = {"policy": "streaming", "budget": 256, "gamma": "auto", "temperature": 0.0, "status": "measured"}

@@ -62,9 +62,6 @@ def checkpoint(work: Path) -> dict[str, Any]:
     return state
 
 
-# ---- documents -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", {**MIXTURES["copying"], **MIXTURES["prose"]}, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("n", [65, 513, 2049])
 def test_a_document_has_exactly_n_tokens_and_starts_with_bos(kind: Kind, n: int, books: Path, trained: Path) -> None:
@@ -101,9 +98,6 @@ def test_skipped_positions_rise_from_zero_and_stay_in_range() -> None:
         pos = skipped_positions(np.random.default_rng(seed), n, n + slack)
         assert pos.shape == (n,) and pos[0] == 0 and pos[-1] < n + slack
         assert (np.diff(pos) >= 1).all() and (np.diff(pos) > 1).sum() <= 3
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
 
 
 def test_training_attention_and_its_gradients_are_those_of_plain_attention() -> None:

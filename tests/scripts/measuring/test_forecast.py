@@ -153,8 +153,7 @@ SMALL_KV_BYTES = 2 * 16 * 8 * 64 * 2
 
 
 @pytest.mark.parametrize("model", [LLAMA, SMALL])
-def test_a_draft_model_is_never_quantized(model: ModelConfig) -> None:
-    """Also where it has the target's own shape."""
+def test_a_draft_model_is_never_quantized_even_of_the_targets_shape(model: ModelConfig) -> None:
     draft = DraftConfig(policy="standalone", draft_model="small", budget=1024)
     system = System(model=model, chip=H200, draft_model=SMALL, quantize="int8")
     step = (2 * SMALL_WEIGHTS + SMALL_KV_BYTES * 1024 * 8) / 4.8e12

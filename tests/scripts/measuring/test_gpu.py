@@ -47,9 +47,6 @@ def dry_run(stage: str, **known: Record) -> Record:
     return result
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_graph_is_timed_by_events_on_the_stream_that_it_is_replayed_on(elsewhere: bool, monkeypatch: Patch) -> None:
     """It is captured on a stream of the watch's own; what it is replayed on is whoever's turn it is, here and there."""
@@ -175,9 +172,6 @@ def test_on_cuda_others_are_torchs_backends_and_read_the_keys_of_a_head_once() -
     assert {name.split(",")[0] for name in names} == {
         "torch SDPA flash", "torch SDPA efficient", "torch SDPA cuDNN",
     }  # fmt: skip
-
-
-# ---- cells -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", ["cell-28672-streaming", "cell-57344-guided", "cell-100000-snapkv"])

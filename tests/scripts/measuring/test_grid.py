@@ -21,9 +21,6 @@ def point(policy: str = "streaming", batch: int = 1, context: int = 100, gamma: 
     return Point(batch=batch, context=context, setting=Setting(policy=policy, budget=64), gamma=gamma)
 
 
-# ---- who drafts ------------------------------------------------------------------------------------------------------
-
-
 def test_a_policy_without_a_budget_is_measured_once() -> None:
     settings = settings_of(["lookup", "full", "quest"], [48, 64])
     assert [(s.policy, s.budget) for s in settings] == [("lookup", None), ("full", None), ("quest", 48), ("quest", 64)]
@@ -96,9 +93,6 @@ def test_an_engine_that_changes_its_draft_is_the_engine_that_was_built_with_it(p
     assert [c.tokens for c in changed] == [c.tokens for c in fresh] == plain
     assert [c.stats for c in changed] == [c.stats for c in fresh]
     assert changing.stats.kv_bytes == built.stats.kv_bytes
-
-
-# ---- the points ------------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_shares_an_engine_but_for_draft_models_and_exact_mode() -> None:

@@ -76,9 +76,6 @@ def test_an_int8_cache_passes_refills() -> None:
     assert finding.passed, finding.line
 
 
-# ---- planted bugs ----------------------------------------------------------------------------------------------------
-
-
 def from_p(p: Tensor, q: Tensor, drafted: Tensor, most: Tensor, u: Tensor, next_u: Tensor, **how: Any) -> AcceptResult:
     """What follows a refused draft is drawn from p, not from the residual."""
     kept = verify_sampled(p, q, drafted, most, u, next_u, **how).n_accepted
@@ -189,9 +186,6 @@ def test_gamma_auto_which_no_seed_fixes_is_refused() -> None:
 def test_one_slot_is_not_said_to_have_been_changed() -> None:
     finding = lossless.seeds(narrow(batch_size=1), PROMPTS[:2], N_TOKENS)
     assert finding.passed and finding.text.endswith("no row came to another slot, which is not tested")
-
-
-# ---- the test of samples itself --------------------------------------------------------------------------------------
 
 
 def test_the_power_that_is_printed_is_the_power_that_there_is() -> None:
