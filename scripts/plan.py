@@ -148,10 +148,8 @@ def text(document: Record, subject: str) -> str:
     told = dict.fromkeys((label(one), one["acceptance_source"]) for one in cells if one["acceptance_source"] != "given")
     lines += [f"{'*' if why.startswith('assumed') else ' '} {name}, {why}" for name, why in told]
     for rows, context in dict.fromkeys((one["batch"], one["context"]) for one in cells if not one["fits"]):
-        most = max(
-            (one for one in cells if (one["batch"], one["context"]) == (rows, context)),
-            key=lambda one: int(one["memory_bytes"]),
-        )
+        alike = [one for one in cells if (one["batch"], one["context"]) == (rows, context)]
+        most = max(alike, key=lambda one: int(one["memory_bytes"]))
         lines.append(f"! {rows} x {context:,} does not fit: with {label(most)}, {most['advice']}")
     if link:
         shares = {one["batch"]: f"{one['collective_ms']:.2f} ms at batch {one['batch']}" for one in cells}

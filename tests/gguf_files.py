@@ -18,7 +18,8 @@ from gguf import GGMLQuantizationType as Kind
 
 from tests.helpers import random_transformers_model
 
-Fields = Mapping[str, Any]
+Fields = Mapping[str, Any] | None
+Tensors = Mapping[str, tuple[np.ndarray, Kind] | None] | None
 ALPHABET = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # bytes that are their own Latin-1 character
 BYTES = [
     chr(b) if b in ALPHABET else chr(256 + n) for n, b in enumerate(sorted(range(256), key=lambda b: b in ALPHABET))
@@ -96,22 +97,14 @@ def architecture(theirs: Any) -> str:
 
 
 def write_gguf(
-    path: Path,
-    theirs: Any,
-    kind: Kind = Kind.F32,
-    *,
-    fields: Fields | None = None,
-    tensors: Mapping[str, tuple[np.ndarray, Kind] | None] | None = None,
-    parts: int = 1,
+    path: Path, theirs: Any, kind: Kind = Kind.F32, *, fields: Fields = None, tensors: Tensors = None, parts: int = 1
 ) -> Path:
     """Write the model, some fields or tensors changed, or left out where the change is None; -> its first file."""
     all_fields, all_tensors = fields_of(theirs) | dict(fields or {}), tensors_of(theirs, kind) | dict(tensors or {})
     return write_parts(path, architecture(theirs), all_fields, all_tensors, parts)
 
 
-def write_parts(
-    path: Path, named: str, fields: Fields, tensors: Mapping[str, tuple[np.ndarray, Kind] | None], parts: int = 1
-) -> Path:
+def write_parts(path: Path, named: str, fields: Fields, tensors: Tensors, parts: int = 1) -> Path:
     """Write a file of this architecture with these fields and tensors, but for those that are None; -> its first."""
     writer = gguf.GGUFWriter(path, named, split_max_tensors=-(-len(tensors) // parts) if parts > 1 else 0)
     add_fields(writer, named, fields)

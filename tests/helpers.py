@@ -21,6 +21,7 @@ from gpt_fast_sd.model import FORMATS, CacheFormat, CausalSelf, ModelConfig, Tra
 from gpt_fast_sd.sampling import SamplingTable
 
 BOS, EOS = 256, 257
+Patch, Printed = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 Refuses = Callable[..., str]  # the fixture of tests/conftest.py: of a program's main and its arguments
 
 
@@ -114,7 +115,7 @@ def random_ids(n: int, *, seed: int = 0, vocab_size: int = 256) -> list[int]:
     return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def ahead(patch: pytest.MonkeyPatch, owner: Any, name: str, do: Callable[..., object]) -> None:
+def ahead(patch: Patch, owner: Any, name: str, do: Callable[..., object]) -> None:
     """Let this be done with its arguments ahead of each call of a method."""
     real = getattr(owner, name)
 

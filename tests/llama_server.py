@@ -51,12 +51,7 @@ http.server.HTTPServer(("127.0.0.1", int(value["--port"])), Answer).serve_foreve
 
 
 def write_llama_server(
-    folder: Path,
-    *,
-    version_code: int = 0,
-    last_words: str = "",
-    only: str = "",
-    changes: dict[str, object] | None = None,
+    folder: Path, *, version_code: int = 0, last_words: str = "", only: str = "", changes: object = None
 ) -> Path:
     """A folder with the program, for which it returns the file of its starts, a line of JSON each.
 

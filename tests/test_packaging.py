@@ -131,7 +131,6 @@ def test_its_wheel_decodes_by_kernels_where_there_is_no_compiler(tmp_path: Path)
         "print(engine.generate(['a'])[0].text)\n"
     )
     env = {"PYTHONPATH": str(tmp_path / "site"), "GPT_FAST_SD_CPU": name, "PATH": str(Path(sys.executable).parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path, check=True
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert "running eagerly" in done.stderr

@@ -110,9 +110,7 @@ def text_of(path: str) -> str:
 
 def modules_read(path: str, source: str, files: Mapping[str, str]) -> set[str]:
     """Dotted names of the files that a file imports, wherever in it; files: dotted name -> path."""
-    named = {
-        f"{module}.{name}" if f"{module}.{name}" in files else module for _, _, module, name in imports(path, source)
-    }
+    named = {f"{module}.{one}" if f"{module}.{one}" in files else module for _, _, module, one in imports(path, source)}
     return {name for name in named if name in files and files[name] != path}
 
 

@@ -254,7 +254,6 @@ def lead(rows: Any, others: Any, again: Any, others_again: Any) -> Record:
 
 
 def share(name: str, how: str) -> Callable[[Record], str]:
-
     def text(r: Record) -> str:
         if name not in r:
             return ""

@@ -88,10 +88,8 @@ class Ours:
         params = SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True)
         found = [token for event in self.engine.stream([tokens], params) for token in event.tokens]
         stats = self.engine.stats
-        return Decoded(
-            tokens=found, seconds=stats.decode_seconds, rounds=stats.rounds, drafted=stats.drafted,
-            accepted=stats.accepted,
-        )  # fmt: skip
+        drafts = {"drafted": stats.drafted, "accepted": stats.accepted}
+        return Decoded(tokens=found, seconds=stats.decode_seconds, rounds=stats.rounds, **drafts)
 
 
 class Transformers:
@@ -166,9 +164,7 @@ class LlamaCpp:
         self.model: Any = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
         if not self.model:
             raise RuntimeError(f"llama.cpp refused the model: {self.log.strip().splitlines()[-1:]}")
-        self.context: Any = None
-        self.prompt_batch: Any = None
-        self.step_batch: Any = None
+        self.context = self.prompt_batch = self.step_batch = cast(Any, None)
         has = " ".join(re.findall(r"(\w+) = 1", llama_cpp.llama_print_system_info().decode()))
         self.notes = f"version {version('llama-cpp-python')} of llama-cpp-python, one KV stream per sequence; {has}"
 

@@ -110,10 +110,8 @@ def lengths_of(points: Sequence[Record]) -> list[Record]:
         by_context = {c: [b for b in batches if (b, c) in table] for c in contexts}
         there = [c for c in contexts if len(by_context[c]) > 1]
         if there:
-            slopes = [
-                linear_regression([math.log2(b) for b in by_context[c]], [table[b, c] for b in by_context[c]]).slope
-                for c in there
-            ]
+            lines = [([math.log2(b) for b in by_context[c]], [table[b, c] for b in by_context[c]]) for c in there]
+            slopes = [linear_regression(*line).slope for line in lines]
             what = {"kind": "critical length", "draft": draft, "batch": None, **crossing(there, slopes, 0.0)}
             found.append(what | {"contexts": there, "slopes": slopes})
     return found

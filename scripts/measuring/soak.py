@@ -99,9 +99,8 @@ def finding(found: Soaked) -> Finding:
     text = (
         f"{found.requests:,} requests over {len(found.rests):,} changes of policy: {found.greedy:,} greedy outputs "
         f"compared with the target's logits ({found.ties:,} near-ties), {found.again:,} samples with earlier ones; "
-        f"{found.left:,} calls left"
+        f"{found.left:,} calls left; {found.recompiles:,} recompiles"
     )
-    text += f"; {found.recompiles:,} recompiles"
     for what, size in growth.items():
         text += f"; {size / 2**20:+.1f} MiB {what} per change" if size is not None else ""
     if all(size is None for size in growth.values()):

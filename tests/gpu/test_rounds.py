@@ -122,9 +122,6 @@ def test_captured_rounds_of_a_real_model_lose_no_token(
         assert set(bundled.differing.values()) == {0}
 
 
-# ---- does the host wait? ---------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def no_waiting(device: torch.device) -> Iterator[None]:
     """RuntimeError where the host waits for the device; on a CPU where it reads what a device would have to tell it."""
@@ -168,9 +165,6 @@ def test_the_host_never_waits_in_a_round_and_every_row_decodes(random: Both, dra
     engine.generate(random.prompts, SamplingParams(max_tokens=8, ignore_eos=True))  # compiles
     emitted = round_without_waiting(engine, draft.max_gamma, kind)[:, 0]
     assert (emitted > 0).all()
-
-
-# ---- tests of these tests --------------------------------------------------------------------------------------------
 
 
 def test_a_round_that_waits_is_found(random: Both, monkeypatch: pytest.MonkeyPatch) -> None:

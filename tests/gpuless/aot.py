@@ -84,16 +84,10 @@ def inspect_kernel(kernel: CompiledKernel) -> Compiled:
         sass = _run("nvdisasm", "-c", "-ndf", cubin.name)  # the code alone, without looking into what flows where
     used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert used, usage
-    return Compiled(
-        warps=kernel.metadata.num_warps,
-        registers=int(used[1]),
-        stack=int(used[2]),
-        shared=kernel.metadata.shared,
-        tensor_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
-        ptx=kernel.asm["ptx"],
-        sass=sass,
-        **{name: len(re.findall(rf"\b(?:{opcodes})\b", sass)) for name, opcodes in OPCODES.items()},
-    )
+    meta, counted = kernel.metadata, {name: len(re.findall(rf"\b(?:{one})\b", sass)) for name, one in OPCODES.items()}
+    memory = {"shared": meta.shared, "tensor_columns": getattr(meta, "tmem_size", 0) or 0, "stack": int(used[2])}
+    text = {"ptx": kernel.asm["ptx"], "sass": sass}
+    return Compiled(warps=meta.num_warps, registers=int(used[1]), **memory, **counted, **text)
 
 
 def assert_lean(compiled: Compiled, cap: int) -> None:

@@ -20,21 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gpt_fast_sd.model import (
-    CheckpointError,
-    ModelConfig,
-    Transformer,
-    Weights,
-    load_model,
-    name_table,
-    read_stored_dtype,
-    read_stored_float8,
-    resolve_model,
-    save_hugging_face,
-)
+from gpt_fast_sd import model as models
+from gpt_fast_sd.model import CheckpointError, ModelConfig, Transformer, Weights, load_model, save_hugging_face
 from gpt_fast_sd.model.files.reading import OpenFile
 from tests.float8_folders import READ, REFUSED, compressed_tensors, describe, save_float8
-from tests.helpers import few, tiny_config, tiny_model
+from tests.helpers import Patch, few, tiny_config, tiny_model
 
 Keep = Callable[[Transformer, str, Tensor, Tensor], None]  # asked to keep numbers and their scales by name
 CONFIG = ModelConfig(
@@ -158,9 +148,7 @@ def test_a_file_that_shrinks_while_it_is_loaded_is_one_sentence(tmp_path: Path) 
         assert re.fullmatch(rf"{path}: (model\.norm|lm_head|output_norm|output)\.weight cannot be read: {lost}", line)
 
 
-def test_a_file_that_is_removed_or_replaced_while_it_is_loaded_is_read_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_removed_or_replaced_while_it_is_loaded_is_read_to_its_end(tmp_path: Path, monkeypatch: Patch) -> None:
     whole, path, read = save(tmp_path), tmp_path / "model.safetensors", Weights._read
 
     def replaced(self: Weights, name: str, rows: slice, columns: slice) -> torch.Tensor:
@@ -237,7 +225,7 @@ def test_tensors_are_those_that_their_library_reads_in_whole_and_in_part(pickle:
             assert torch.equal(weights.read(name, *part), tensor[part]), (name, part)
 
 
-def test_a_weight_is_read_in_parts_that_do_not_change_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_is_read_in_parts_that_do_not_change_it(tmp_path: Path, monkeypatch: Patch) -> None:
     whole = save(tmp_path)
     monkeypatch.setattr("gpt_fast_sd.model.files.checkpoint._NUMBERS_AT_ONCE", 70)
     assert_same(load_model(tmp_path), whole)
@@ -307,7 +295,7 @@ def test_attributes_of_a_pickled_tensor_do_not_stand_for_its_methods(name: str, 
     assert torch.equal(weights.read("b"), tensors["b"])
 
 
-def test_a_tensor_saved_by_columns_is_read_once_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_saved_by_columns_is_read_once_in_parts(tmp_path: Path, monkeypatch: Patch) -> None:
     """Nearly all of it was read for each part."""
     tensors = {
         "by columns": torch.randn(16, 64).t(), "by rows": torch.randn(64, 16), "a part": torch.randn(16, 200).t()[:64],
@@ -399,7 +387,7 @@ def test_a_weight_that_overflows_the_dtype_is_refused_and_large_ones_are_read(tm
         load_model(tmp_path, dtype=torch.float16)
 
 
-def test_few_rows_at_a_time_are_widened_to_find_infinities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_at_a_time_are_widened_to_find_infinities(tmp_path: Path, monkeypatch: Patch) -> None:
     """A CPU's sum in another dtype is one of a copy: of an embedding in bf16 it would take twice its bytes."""
     save(tmp_path)
     sums, real = [], torch.Tensor.sum
@@ -466,29 +454,25 @@ def test_a_folder_without_weights_or_config_and_a_file_are_no_models(tmp_path: P
     said = f"{tmp_path} is not a model folder: it has no config.json"
     assert refusal(tmp_path) == said
     with pytest.raises(CheckpointError, match=re.escape(said)):
-        resolve_model(tmp_path)
+        models.resolve_model(tmp_path)
     (tmp_path / "weights").write_text("")
     with pytest.raises(CheckpointError, match="is a file; a model is a folder"):
-        resolve_model(tmp_path / "weights")
+        models.resolve_model(tmp_path / "weights")
 
 
-def test_a_local_folder_is_found_before_the_hub_or_a_sentence_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_folder_is_found_before_the_hub_or_what_is_missing_is_said(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for name in ("no-such-folder", "./no/such", "/no/such/folder", "a/b/c"):
         with pytest.raises(CheckpointError, match=r"no folder .* is not a hub id of the form owner/name"):
-            resolve_model(name)
+            models.resolve_model(name)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r'no folder owner/name; .* pip install "gpt_fast_sd\[hf\]"'):
-        resolve_model("owner/name")
+        models.resolve_model("owner/name")
     save(tmp_path / "owner" / "name")
-    assert resolve_model("owner/name") == Path("owner/name")
+    assert models.resolve_model("owner/name") == Path("owner/name")
 
 
-def test_the_hub_gives_pickles_only_without_safetensors_or_fails_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_gives_pickles_only_without_safetensors_or_one_sentence(tmp_path: Path, monkeypatch: Patch) -> None:
     asked: list[str] = []
 
     def download(name: str, allow_patterns: list[str]) -> str:
@@ -499,13 +483,13 @@ def test_the_hub_gives_pickles_only_without_safetensors_or_fails_in_one_sentence
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=download))
     save(tmp_path)
-    assert resolve_model("owner/name") == tmp_path
+    assert models.resolve_model("owner/name") == tmp_path
     assert "model*.safetensors" in asked and "pytorch_model*.bin" not in asked
     (tmp_path / "model.safetensors").unlink()
-    resolve_model("owner/name")
+    models.resolve_model("owner/name")
     assert "pytorch_model*.bin" in asked
     with pytest.raises(CheckpointError, match=r"^no folder owner/none, and the hub did not provide it: no network$"):
-        resolve_model("owner/none")
+        models.resolve_model("owner/none")
 
 
 # ---- in float8 -------------------------------------------------------------------------------------------------------
@@ -513,7 +497,7 @@ def test_the_hub_gives_pickles_only_without_safetensors_or_fails_in_one_sentence
 
 def rows_of(model: Transformer, meant: dict[str, Tensor], name: str) -> list[Tensor]:
     """What a parameter of a model should hold: the rows of its stored tensors, in their order."""
-    layout = name_table(model.config)[name]
+    layout = models.name_table(model.config)[name]
     units = [meant[stored].unflatten(0, (-1, rows)) for stored, rows, _ in layout]
     return [part for unit in zip(*units, strict=True) for part in unit]
 
@@ -562,11 +546,11 @@ def test_what_a_checkpoint_ignores_keeps_its_dtype_and_is_found(tmp_path: Path) 
     save_float8(whole)
     meant = save_float8(some, plain=("lm_head", "layers.1.mlp.down_proj"), kv_cache_scheme={"num_bits": 8})
     save_hugging_face(tiny_model(), none, dtype=torch.float32)
-    stored = read_stored_float8(whole), read_stored_float8(some)
+    stored = models.read_stored_float8(whole), models.read_stored_float8(some)
     assert stored[0] is not None and stored[0].other is None and not stored[0].cache
     assert stored[1] is not None and stored[1].other == "model.layers.1.mlp.down_proj.weight" and stored[1].cache
-    assert read_stored_float8(none) is None
-    assert read_stored_dtype(some) == "bfloat16"
+    assert models.read_stored_float8(none) is None
+    assert models.read_stored_dtype(some) == "bfloat16"
     keep = Keeper()
     model = load_model(some, keep=keep)
     assert len(keep.kept) == 7 and "layers.1.feed_forward.w_out.weight" not in keep.kept

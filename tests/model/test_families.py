@@ -88,16 +88,12 @@ def test_logits_equal_transformers_which_reads_what_is_saved(case: str, tmp_path
     raw = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert raw["note"] == "kept"
     assert read_config(tmp_path / "ours") == ours.config
-    again = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", attn_implementation="eager", dtype=torch.float32
-    )
+    how = {"attn_implementation": "eager", "dtype": torch.float32}
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **how)
     assert_same_logits(again, tmp_path / "ours")
     read = load_model(tmp_path / "ours")
     for (name, tensor), (_, other) in zip(ours.state_dict().items(), read.state_dict().items(), strict=True):
         assert torch.equal(tensor, other), name
-
-
-# ---- where a compiler reads a layer ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_rows", [1, 8])

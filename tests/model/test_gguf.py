@@ -17,18 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from gpt_fast_sd import model as models
 from gpt_fast_sd.loading import find_smollm2
-from gpt_fast_sd.model import (
-    CausalSelf,
-    CheckpointError,
-    RopeScaling,
-    Weights,
-    load_model,
-    load_tokenizer,
-    read_config,
-    read_stored_dtype,
-    resolve_model,
-)
+from gpt_fast_sd.model import CheckpointError, RopeScaling, Weights, load_model, load_tokenizer, read_config
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -37,6 +28,7 @@ from gguf import GGMLQuantizationType as Kind  # noqa: E402
 
 from tests.gguf_files import byte_pair_fields, transformers_model, write_gguf, write_parts  # noqa: E402
 
+Make = Callable[..., Path]
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers reads GGUF with accelerate")
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -55,17 +47,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Kind]] = {
 }
 
 
-Make = Callable[..., Path]
-
-
 @pytest.fixture
 def made(tmp_path: Path) -> Make:
     """Write a file of a small random model: of a family, its sizes changed; how: as write_gguf takes it."""
 
-    def write(
-        family: str = "Llama", kind: Kind = Kind.F32, *, how: dict[str, Any] | None = None, **changes: Any
-    ) -> Path:
-        return write_gguf(tmp_path / "model.gguf", transformers_model(family, **changes), kind, **how or {})
+    def write(family: str = "Llama", kind: Kind = Kind.F32, *, how: dict[str, Any] | None = None, **sizes: Any) -> Path:
+        return write_gguf(tmp_path / "model.gguf", transformers_model(family, **sizes), kind, **how or {})
 
     return write
 
@@ -73,7 +60,7 @@ def made(tmp_path: Path) -> Make:
 @torch.no_grad()
 def assert_same_logits(path: Path, theirs: Any, tokens: torch.Tensor) -> None:
     ours, expected = load_model(path, dtype=torch.float32), theirs(tokens).logits
-    logits = ours(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), CausalSelf())
+    logits = ours(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), models.CausalSelf())
     # fp32 sums in another order: measured at most 1.5e-6 of the largest logit
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -235,7 +222,7 @@ def test_parts_of_a_split_file_are_one_model_whichever_is_named(tmp_path: Path) 
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("Q8_0", "bfloat16")])
 def test_weights_in_blocks_count_as_bfloat16(kind: str, dtype: str, made: Make) -> None:
     path = made(kind=Kind[kind])
-    assert read_stored_dtype(path) == dtype
+    assert models.read_stored_dtype(path) == dtype
     assert {str(p.dtype) for p in load_model(path).parameters()} == {f"torch.{dtype}"}
 
 
@@ -366,6 +353,7 @@ def test_a_part_that_no_model_has_is_refused_by_its_number(made: Make, tmp_path:
         assert say(path) == f"{path} is named as part {number} of {count}, but parts count from 1 to their number"
 
 
+MANY = {f"blk.{i}.attn_norm.weight": plain(1) for i in range(2, 2000)}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [  # family, how its file is written, pattern
     *(("Qwen2", {"fields": yarn_fields(QWEN_YARN) | fields}, said) for fields, said in YARN_NONSENSE),
     *(("Llama", {"fields": fields}, said) for fields, said in FIELDS),
@@ -374,21 +362,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [  # family, how its file is wr
         "Llama", {"fields": yarn_fields(QWEN_YARN), "tensors": {"rope_freqs.weight": plain(8, fill=2)}},
         "model.gguf has rope_freqs.weight, but with rope.scaling.type 'yarn' it must not$",
     ),
-    (
-        "Llama",
-        {
-            "fields": {".block_count": 2000},
-            "tensors": {f"blk.{i}.attn_norm.weight": plain(1) for i in range(2, 2000)},
-        },
-        "block_count is 2000, but it must be at most 1,024",
-    ),
+    ("Llama", {"fields": {".block_count": 2000}, "tensors": MANY}, "block_count is 2000, but it must be at most 1,024"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "how", "said"), REFUSED, ids=[said for *_, said in REFUSED])
-def test_a_field_or_a_tensor_that_makes_no_sense_is_refused_by_name(
-    family: str, how: dict[str, Any], said: str, made: Make
-) -> None:
+def test_a_field_or_tensor_that_makes_no_sense_is_refused_by_name(family: str, how: Any, said: str, made: Make) -> None:
     assert re.search(said, say(made(family, how=how, tie_word_embeddings="tensors" in how)))
 
 
@@ -431,7 +410,7 @@ def test_what_is_not_a_gguf_file_is_refused(tmp_path: Path) -> None:
         path.write_bytes(data)
         assert said in say(path)
     with pytest.raises(CheckpointError, match=r"^there is no file .*nowhere\.gguf$"):
-        resolve_model(tmp_path / "nowhere.gguf")
+        models.resolve_model(tmp_path / "nowhere.gguf")
 
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -133,8 +133,8 @@ def test_a_file_made_of_a_sentencepiece_model_has_its_ids(prefix: bool, tmp_path
         ("sentencepiece", {"add_bos_token": False}, False),
     ],
 )
-def test_a_text_begins_with_bos_where_the_file_or_its_kind_says_so(
-    kind: str, changes: dict[str, Any], begins: bool, tmp_path: Path
+def test_a_text_begins_with_bos_where_file_or_kind_says_so(
+    kind: str, changes: Any, begins: bool, tmp_path: Path
 ) -> None:
     tokenizer, bos = load(write(tmp_path / "model.gguf", kind, **changes)), len(FOUND[kind]["tokens"]) - 5
     assert tokenizer.bos_id == (bos if begins else None)

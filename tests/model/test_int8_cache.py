@@ -133,9 +133,7 @@ def test_scales_and_planes_go_wherever_their_numbers_go(form: str, n: int) -> No
 @pytest.mark.parametrize(
     ("name", "share"), [("HuggingFaceTB/SmolLM2-135M", 66 / 128), ("meta-llama/Llama-3.1-8B", 130 / 256)]
 )
-def test_a_position_takes_the_bytes_of_its_numbers_and_of_a_scale_for_each_head_and_drafts_of_planes_half(
-    name: str, share: float
-) -> None:
+def test_a_position_takes_its_numbers_and_a_scale_a_head_and_drafts_of_planes_half(name: str, share: float) -> None:
     config, meta = PRESETS[name], torch.device("meta")
     caches = {form: KVCache(config, 1, SPLIT, format=FORMATS[form], device=meta) for form in ("bf16", "int8", "planes")}
     bf16, int8, planes = (cache.bytes_per_token for cache in caches.values())
@@ -149,9 +147,6 @@ def test_a_position_takes_the_bytes_of_its_numbers_and_of_a_scale_for_each_head_
     assert drafts.bytes_read(10) == caches["planes"].bytes_read(10) == 10 * planes
     half = FORMATS["planes"].element_bytes(config.head_dim, upper=True)
     assert drafts.layers[0].bytes_per_entry == config.n_kv_heads * 2 * config.head_dim * half
-
-
-# ---- in two planes of nibbles ---------------------------------------------------------------------------------------
 
 
 def whole(upper: Tensor, lower: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import pytest
 import sentencepiece
 
 from gpt_fast_sd.model import CheckpointError, ModelConfig, StreamDecoder, Tokenizer, load_tokenizer
+from tests.helpers import Patch
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -241,7 +242,7 @@ def test_a_character_is_shown_when_it_is_whole_one_of_the_prompt_too(tokenizer: 
     assert stream(StreamDecoder(tokenizer, ids[:cut]), ids[cut:], random.Random(0)) == "🦊"
 
 
-def test_a_stream_looks_at_each_token_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_looks_at_each_token_once(tokenizer: Tokenizer, monkeypatch: Patch) -> None:
     looked, look = list[int](), tokenizer.token_bytes
     monkeypatch.setattr(tokenizer, "token_bytes", lambda token: (looked.append(token), look(token))[1])
     ids = tokenizer.encode("the fox " * 1000, bos=False)
@@ -467,9 +468,7 @@ def test_a_template_that_fails_or_reaches_outside_is_one_sentence(template: str,
         ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError: Range too big"),
     ],
 )
-def test_a_template_that_takes_all_time_or_memory_is_ended(
-    template: str, why: str, chatty: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_templates_that_take_all_time_or_memory_end(template: str, why: str, chatty: Made, monkeypatch: Patch) -> None:
     """In this process it ran until somebody ended it, or took the machine's memory."""
     if why == "it takes more than 1 s":
         monkeypatch.setattr("gpt_fast_sd.model.files.chat_template.SECONDS", 1.0)
@@ -567,9 +566,7 @@ def test_tokens_added_next_to_a_sentencepiece_model_count_and_are_found(tmp_path
     assert ours.decode(ids) == "the<think>"
 
 
-def test_tokenizer_json_is_preferred_to_sentencepiece(
-    tmp_path: Path, proto: bytes, bpe: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizer_json_comes_before_sentencepiece(tmp_path: Path, proto: bytes, bpe: Any, monkeypatch: Patch) -> None:
     write_library(llama_2(tmp_path, proto), bpe)
     assert load(tmp_path).encode("fox", bos=False) == bpe.encode("fox").ids
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -578,9 +575,7 @@ def test_tokenizer_json_is_preferred_to_sentencepiece(
 
 
 @pytest.mark.parametrize("library", ["tokenizers", "tiktoken"])
-def test_a_missing_library_is_named_with_its_extra(
-    library: str, tmp_path: Path, bpe: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_named_with_its_extra(library: str, tmp_path: Path, bpe: Any, monkeypatch: Patch) -> None:
     folder = write_library(tmp_path, bpe) if library == "tokenizers" else tiktoken_file(tmp_path, bpe)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(CheckpointError, match=rf'needs the library {library}: pip install "gpt_fast_sd\[hf\]"'):

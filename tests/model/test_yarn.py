@@ -48,9 +48,8 @@ def test_frequencies_and_length_have_every_bit_of_transformers(shape: tuple[int,
     head_dim, theta, original = shape
     rope = YARN | {"original_max_position_embeddings": original, "rope_theta": theta} | OPTIONS[option]
     fields = {key: value for key, value in LLAMA.items() if key != "rope_theta"} | {"head_dim": head_dim}
-    expected, length = rope_utils.ROPE_INIT_FUNCTIONS["yarn"](
-        transformers.LlamaConfig(**fields, rope_parameters=dict(rope))
-    )
+    theirs = transformers.LlamaConfig(**fields, rope_parameters=dict(rope))
+    expected, length = rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs)
     model = Transformer(ModelConfig.from_hugging_face(fields | {"rope_parameters": rope}, "config.json"))
     assert torch.equal(model.rope_freqs, expected)
     assert model.rope_length == length
@@ -152,14 +151,12 @@ def test_an_engine_says_past_the_original_window_what_transformers_says(policy: 
     fields = {key: value for key, value in CONFIG.items() if key != "architectures"} | {"vocab_size": 258}
     theirs = random_transformers_model("Qwen2", **fields, rope_parameters={"rope_theta": 10000.0} | YARN)
     theirs.save_pretrained(tmp_path)
-    ids = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(2)).tolist()
+    asked = torch.randint(0, 256, (1, 150), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        out = theirs.generate(
-            torch.tensor([ids]), max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+        out = theirs.generate(asked, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
     draft = DraftConfig(policy=policy, budget=64, gamma=3, exit_layers=1 if policy == "early_exit" else None)
     config = EngineConfig(batch_size=1, max_seq_len=256, dtype="fp32", device="cpu", compile=False)
     engine = Engine(load_model(tmp_path, dtype=torch.float32), ByteTokenizer(), config, draft)
-    (found,) = engine.generate([ids], SamplingParams(max_tokens=60, ignore_eos=True))
-    assert found.tokens == out[0, len(ids) :].tolist()
+    (found,) = engine.generate(asked.tolist(), SamplingParams(max_tokens=60, ignore_eos=True))
+    assert found.tokens == out[0, 150:].tolist()
     assert len(set(found.tokens)) > 4

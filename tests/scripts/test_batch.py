@@ -24,11 +24,8 @@ from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import load_model, save_hugging_face
 from gpt_fast_sd.serving.lifecycle import Access
 from gpt_fast_sd.serving.scheduling import Schedule
-from tests.helpers import Refuses, few, random_ids, tiny_model
+from tests.helpers import Patch, Printed, Refuses, few, random_ids, tiny_model
 from tests.tp.spawn import run, start_without_agent, torchrun
-
-Printed = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 
 PROGRAM = Path(batch.__file__)
 Record = dict[str, Any]
@@ -56,8 +53,8 @@ def prompts(n: int, max_tokens: int = 6) -> list[Record]:
 class Job:
     """A job of batch.py in this process: in.jsonl, out.jsonl and out.rejects.jsonl of a folder of its own."""
 
-    def __init__(self, model: Path, folder: Path, refuses: Refuses) -> None:
-        self.model, self.refuses = model, refuses
+    def __init__(self, model: Path, folder: Path, refuses: Refuses, capsys: Printed) -> None:
+        self.model, self.folder, self.refuses, self.capsys = model, folder, refuses, capsys
         self.source, self.output, self.rejected = (folder / f"{name}.jsonl" for name in ("in", "out", "out.rejects"))
 
     def give(self, *records: Record | str) -> None:
@@ -94,8 +91,8 @@ class Job:
 
 
 @pytest.fixture
-def job(tiny_folder: Path, tmp_path: Path, refuses: Refuses) -> Job:
-    return Job(tiny_folder, tmp_path, refuses)
+def job(tiny_folder: Path, tmp_path: Path, refuses: Refuses, capsys: Printed) -> Job:
+    return Job(tiny_folder, tmp_path, refuses, capsys)
 
 
 # ---- what comes out --------------------------------------------------------------------------------------------------
@@ -120,15 +117,15 @@ def test_every_line_is_continued_as_the_engine_alone_continues_it(job: Job) -> N
     assert not job.rejected.exists()
 
 
-def test_lines_written_as_they_finish_are_the_same_lines(job: Job, tmp_path: Path) -> None:
+def test_lines_written_as_they_finish_are_the_same_lines(job: Job) -> None:
     job.give(*(r | {"max_tokens": 40 if i == 0 else 3} for i, r in enumerate(prompts(9))))
-    assert job.code(output=tmp_path / "a.jsonl") == job.code("--order", "finished") == 0
-    ordered, finished = read_lines(tmp_path / "a.jsonl"), job.lines
+    assert job.code(output=job.folder / "a.jsonl") == job.code("--order", "finished") == 0
+    ordered, finished = read_lines(job.folder / "a.jsonl"), job.lines
     assert finished[0]["index"] != 0 and finished != ordered
     assert sorted(finished, key=lambda r: r["index"]) == ordered
 
 
-def test_lines_that_make_no_sense_are_rejected_by_number(job: Job, capsys: Printed) -> None:
+def test_lines_that_make_no_sense_are_rejected_by_number(job: Job) -> None:
     fine: Record = {"tokens": [1, 2, 3]}
     wrong: list[tuple[Record | str, str]] = [
         ("{bad", "not JSON: "),
@@ -159,7 +156,7 @@ def test_lines_that_make_no_sense_are_rejected_by_number(job: Job, capsys: Print
     for reject, (_, said) in zip(rejects, wrong, strict=True):
         assert said in reject["reason"], reject
     assert rejects[0]["input"] == "{bad"
-    said = capsys.readouterr().out
+    said = job.capsys.readouterr().out
     assert "2 prompts continued" in said and f"{len(wrong)} lines were rejected" in said
 
     before = job.output.read_bytes(), job.rejected.read_bytes()
@@ -197,10 +194,8 @@ def fail_where(monkeypatch: Patch, is_bad: Callable[[Any], bool], error: Excepti
 
 
 @pytest.mark.parametrize("order", ["input", "finished"])
-def test_a_line_on_which_the_engine_fails_alone_is_rejected(
-    job: Job, tmp_path: Path, monkeypatch: Patch, order: str, capsys: Printed
-) -> None:
-    records, whole, bad = prompts(20), tmp_path / "whole.jsonl", [4, 5, 6, 7, 11, 19]  # four one after another
+def test_a_line_that_fails_alone_is_rejected(job: Job, monkeypatch: Patch, order: str) -> None:
+    records, whole, bad = prompts(20), job.folder / "whole.jsonl", [4, 5, 6, 7, 11, 19]  # four one after another
     job.give(*records)
     assert job.code("--order", order, output=whole) == 0
     ids = [records[i]["prompt"] for i in bad]
@@ -217,7 +212,7 @@ def test_a_line_on_which_the_engine_fails_alone_is_rejected(
     rejects = job.rejects
     assert [(r["index"], json.loads(r["input"])["id"]) for r in rejects] == [(i, f"line {i}") for i in bad]
     assert "the engine failed on it, alone too: RuntimeError: shapes of two (test_batch.py:" in rejects[0]["reason"]
-    assert "each line is tried alone" in capsys.readouterr().err
+    assert "each line is tried alone" in job.capsys.readouterr().err
     assert job.code("--order", order) == 4 and len(failed) == n_failed  # all is done
 
 
@@ -251,27 +246,25 @@ def test_an_error_of_what_reads_the_lines_is_not_the_engine_s(job: Job, monkeypa
         job.code()
 
 
-def ended(job: Job, capsys: Printed) -> list[str]:
+def ended(job: Job) -> list[str]:
     """What is said on stderr by a job that ends, rejects nothing, and can be gone on with."""
     assert job.code() == 1
-    said = capsys.readouterr().err.strip().splitlines()
+    said = job.capsys.readouterr().err.strip().splitlines()
     assert said[-1].endswith("the same command goes on from here") and not job.rejected.exists()
     return said
 
 
 @pytest.mark.parametrize(("error", "tries"), [(RuntimeError("no room"), 3), (torch.AcceleratorError("lost"), 1)])
-def test_an_engine_that_fails_on_every_line_rejects_none(
-    job: Job, monkeypatch: Patch, capsys: Printed, error: Exception, tries: int
-) -> None:
+def test_an_engine_that_fails_on_every_line_rejects_none(job: Job, monkeypatch: Patch, error: Any, tries: int) -> None:
     job.give(*prompts(9))
     with monkeypatch.context() as patched:
         failed = fail_where(patched, lambda row: True, error)
-        assert ended(job, capsys)[-1].startswith(f"batch.py: the engine failed: {type(error).__name__}: ")
+        assert ended(job)[-1].startswith(f"batch.py: the engine failed: {type(error).__name__}: ")
     assert len(failed) == tries
     assert job.code() == 0 and len(job.lines) == 9
 
 
-def test_an_engine_that_broke_blames_no_line(job: Job, monkeypatch: Patch, capsys: Printed) -> None:
+def test_an_engine_that_broke_blames_no_line(job: Job, monkeypatch: Patch) -> None:
     """It refuses every later call, and says that a new one must be built: a line is not to blame for that."""
     job.give(*prompts(9))
     failed, at_work = [], Access.at_work
@@ -284,13 +277,13 @@ def test_an_engine_that_broke_blames_no_line(job: Job, monkeypatch: Patch, capsy
     with monkeypatch.context() as patched:
         calls = fail_where(patched, lambda row: not failed.append("RuntimeError: once"), RuntimeError("once"))
         patched.setattr(Access, "at_work", breaking)
-        said = ended(job, capsys)
+        said = ended(job)
     assert len(calls) == 1 and "build a new engine" in said[-1]
     assert any("each line is tried alone" in line for line in said)
     assert job.code() == 0 and len(job.lines) == 9
 
 
-def test_an_error_among_processes_is_left_to_their_guard(job: Job, monkeypatch: Patch, capsys: Printed) -> None:
+def test_an_error_among_processes_is_left_to_their_guard(job: Job, monkeypatch: Patch) -> None:
     """A rank that is lost fails its peers in their own ways: no line is tried alone, and none is rejected."""
     job.give(*prompts(9))
     lost, work = dist.DistBackendError("Connection closed by peer"), batch.run
@@ -307,7 +300,7 @@ def test_an_error_among_processes_is_left_to_their_guard(job: Job, monkeypatch: 
     with pytest.raises(dist.DistBackendError) as caught:
         job.code()
     assert caught.value is lost and len(failed) == 1
-    assert "tried alone" not in capsys.readouterr().err and not job.rejected.exists()
+    assert "tried alone" not in job.capsys.readouterr().err and not job.rejected.exists()
 
 
 def test_an_input_without_a_prompt_gives_an_output_without_a_line(job: Job) -> None:
@@ -361,14 +354,14 @@ def test_slots_do_not_run_dry_before_the_file_ends(job: Job, monkeypatch: Patch)
     assert watched.rounds <= 115  # three slots: 108, were it to come out even
 
 
-def test_few_lines_wait_behind_a_slow_one(job: Job, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_few_lines_wait_behind_a_slow_one(job: Job, monkeypatch: Patch) -> None:
     watched = Watched(monkeypatch)
     monkeypatch.setattr(batch, "AHEAD", 4)
     job.give(*({"prompt": [1, i], "max_tokens": 90 if i == 0 else 2} for i in range(60)))
     assert job.code("--draft", "off", "--ignore-eos") == 0 and job.places == [*range(60)]
     assert watched.most_kept == 4 * 3 - 1  # all that were read but the first
     watched.most_kept = 0
-    assert job.code("--draft", "off", "--order", "finished", output=tmp_path / "any.jsonl") == 0
+    assert job.code("--draft", "off", "--order", "finished", output=job.folder / "any.jsonl") == 0
     assert watched.most_kept == 0
 
 
@@ -388,25 +381,23 @@ def kill_when(folder: Path, n_lines: int, process: subprocess.Popen[str]) -> Non
 @pytest.mark.parametrize(
     ("order", "kills"), few([("input", [25]), ("input", [3, 25]), ("finished", [10])], [("input", [25])])
 )
-def test_killed_and_started_again_nothing_is_lost_or_doubled(
-    job: Job, tmp_path: Path, order: str, kills: list[int]
-) -> None:
+def test_killed_and_started_again_nothing_is_lost_or_doubled(job: Job, order: str, kills: list[int]) -> None:
     records: list[Record | str] = [*prompts(60, max_tokens=24)]
     records[5] = records[40] = "{bad"
     job.give(*records)
     for n_lines in kills:
         command = [sys.executable, str(PROGRAM), *job.argv("--order", order)]
-        kill_when(tmp_path, n_lines, subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True))
+        kill_when(job.folder, n_lines, subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True))
         assert n_lines <= len(job.output.read_bytes().splitlines()) < 58
         with job.output.open("ab") as file:  # as if the machine had failed in the middle of a line
             file.write(b'{"index": 57, "id": "line 57", "tok')
-    whole = tmp_path / "whole.jsonl"
+    whole = job.folder / "whole.jsonl"
     assert job.code("--order", order) == job.code("--order", order, output=whole) == 4
     expected, found = read_lines(whole), job.lines
     if order == "finished":
         expected, found = (sorted(lines, key=lambda r: r["index"]) for lines in (expected, found))
     assert found == expected and len(found) == 58
-    assert job.rejected.read_bytes() == (tmp_path / "whole.rejects.jsonl").read_bytes()
+    assert job.rejected.read_bytes() == (job.folder / "whole.rejects.jsonl").read_bytes()
 
 
 LOST = re.compile(r"rank \d of 2 stops: another rank is gone, or did not answer within 1800 s \(.*\n")
@@ -460,18 +451,18 @@ def test_what_one_rank_cannot_do_is_one_sentence_of_each(tp: int, tiny_folder: P
     assert ranks[1].returncode == 1 and LOST.fullmatch(lines[1])
 
 
-def test_a_run_begun_with_other_flags_model_or_input_is_refused(job: Job, tmp_path: Path) -> None:
+def test_a_run_begun_with_other_flags_model_or_input_is_refused(job: Job) -> None:
     job.give(*prompts(4))
-    job.model = tmp_path / "model"
+    job.model = job.folder / "model"
     save_hugging_face(tiny_model(), job.model, dtype=torch.float32)
     assert job.code() == 0
     before = job.output.read_bytes()
     assert "was begun with temperature 0.0, not 0.5" in job.refusal("--temperature", "0.5")
     assert "was begun with gamma 2, not 3" in job.refusal("--gamma", "3")
     assert "was begun with order input, not finished" in job.refusal("--order", "finished")
-    other = write_lines(tmp_path / "other.jsonl", prompts(5))
+    other = write_lines(job.folder / "other.jsonl", prompts(5))
     assert "was begun with another input: name another output, or begin anew with --fresh" in job.refusal(source=other)
-    another = tmp_path / "another"
+    another = job.folder / "another"
     save_hugging_face(tiny_model(seed=1), another, dtype=torch.bfloat16)
     assert "was begun with model" in job.refusal(model=another)
     assert job.output.read_bytes() == before
@@ -481,10 +472,10 @@ def test_a_run_begun_with_other_flags_model_or_input_is_refused(job: Job, tmp_pa
     assert job.code("--fresh", "--gamma", 3, source=other) == 0 and job.places == [*range(5)]
 
 
-def test_a_run_begun_before_a_flag_existed_continues_with_its_default(job: Job, tmp_path: Path) -> None:
+def test_a_run_begun_before_a_flag_existed_continues_with_its_default(job: Job) -> None:
     job.give(*prompts(2))
     assert job.code() == 0
-    path = tmp_path / "out.state.json"
+    path = job.folder / "out.state.json"
     state = json.loads(path.read_text())
     older = {name: value for name, value in state.items() if name not in journal.LATER}
     assert len(older) == len(state) - 4
@@ -517,12 +508,12 @@ def test_gguf_models_are_told_apart_by_pages_of_all_parts(tmp_path: Path, monkey
     assert batch.fingerprint_of_model(paths[0]) == first
 
 
-def test_a_file_of_another_program_is_left_alone(job: Job, tmp_path: Path) -> None:
+def test_a_file_of_another_program_is_left_alone(job: Job) -> None:
     job.give(*prompts(2))
     job.output.write_text("my notes\n")
     assert "holds something, and no out.state.json says what made it" in job.refusal()
     assert job.output.read_text() == "my notes\n"
-    state = tmp_path / "out.state.json"
+    state = job.folder / "out.state.json"
     for damaged in ("[" * 100_000, "{", "[1]", '{"input": 1' + "0" * 5000 + "}"):
         state.write_text(damaged)
         assert "out.state.json is damaged" in job.refusal()
@@ -555,9 +546,7 @@ def test_damaged_or_doubled_lines_are_never_done(job: Job, damage: Callable[[byt
 
 
 @pytest.mark.parametrize(("last", "name"), [({"tokens": [1, 2]}, "out.jsonl"), ("{bad", "out.rejects.jsonl")])
-def test_a_disk_that_stays_full_is_one_sentence(
-    job: Job, tmp_path: Path, monkeypatch: Patch, capsys: Printed, last: Any, name: str
-) -> None:
+def test_a_disk_that_stays_full_is_one_sentence(job: Job, monkeypatch: Patch, last: Any, name: str) -> None:
     """What closed the output tried again, and its error took the place of the sentence."""
 
     def full(self: journal.Log) -> None:
@@ -568,24 +557,19 @@ def test_a_disk_that_stays_full_is_one_sentence(
         within.setattr(journal.Log, "sync", full)
         within.setattr(journal, "SYNC", -1.0)
         assert job.code() == 1
-    said = f"batch.py: {tmp_path / name}: No space left on device; the same command goes on from here"
-    assert capsys.readouterr().err.splitlines()[-1] == said
+    said = f"batch.py: {job.folder / name}: No space left on device; the same command goes on from here"
+    assert job.capsys.readouterr().err.splitlines()[-1] == said
     assert job.code() == (4 if last == "{bad" else 0)
 
 
-def test_two_processes_do_not_write_one_output(job: Job) -> None:
+def test_two_processes_share_neither_an_output_nor_a_file_of_rejects(job: Job) -> None:
+    """Both had index 1 among the rejects, which ended one of them in the middle of its work."""
+    rejects = job.folder / "rejects.jsonl"
+    job.give(*prompts(1), "{bad")
     log = journal.Log(job.output).open()
-    job.give(*prompts(2))
     assert "is being written by another process" in job.refusal("--fresh")
     log.close()
-    assert job.code() == 0
-
-
-def test_two_processes_do_not_share_a_file_of_rejects(job: Job, tmp_path: Path) -> None:
-    """Both had index 1 there, which ended one of them in the middle of its work."""
-    rejects = tmp_path / "rejects.jsonl"
-    job.give(*prompts(1), "{bad")
-    log = journal.Log(tmp_path / "other.jsonl", other=rejects)
+    log = journal.Log(job.folder / "other.jsonl", other=rejects)
     said = job.refusal("--rejects", rejects)
     assert said == f"batch.py: {rejects} is being written by another process: wait for it, or end it"
     log.close()
@@ -596,21 +580,21 @@ def test_two_processes_do_not_share_a_file_of_rejects(job: Job, tmp_path: Path) 
 
 @pytest.mark.parametrize("before", ["nothing", "a job that --fresh would forget"])
 @pytest.mark.parametrize("wrong", ["no weights", "a layer too many"])
-def test_what_is_refused_changes_and_leaves_no_file(job: Job, tmp_path: Path, wrong: str, before: str) -> None:
+def test_what_is_refused_changes_and_leaves_no_file(job: Job, wrong: str, before: str) -> None:
     """An empty output and a state were left, and what it had held was gone before there was an engine."""
     job.give(*prompts(3))
     if before == "nothing":
         journal.lock_of(job.output).touch()  # stays: another process may be about to take it
     else:
         assert job.code() == 0
-    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    files = {path: path.read_bytes() for path in job.folder.iterdir()}
     if wrong == "no weights":
-        (empty := tmp_path / "model").mkdir()
+        (empty := job.folder / "model").mkdir()
         (empty / "config.json").write_bytes((job.model / "config.json").read_bytes())
         assert "has no weights" in job.refusal("--fresh", model=empty)
     else:
         assert "below the model's 2 layers" in job.refusal("--fresh", "--draft", "early_exit", "--exit-layers", 2)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == files
+    assert {path: path.read_bytes() for path in job.folder.iterdir() if path.is_file()} == files
 
 
 # ---- the pieces ------------------------------------------------------------------------------------------------------

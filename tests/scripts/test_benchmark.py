@@ -18,10 +18,7 @@ from measuring import chips, modes, points, turns
 from measuring.chips import Chip, Rates
 from measuring.forecast import System
 from measuring.grid import Point, Setting
-from tests.helpers import Refuses, tiny_config
-
-Printed = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
+from tests.helpers import Patch, Printed, Refuses, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "cpu"
@@ -36,8 +33,8 @@ PNG = b"\x89PNG"
 class Bench:
     """Runs of benchmark.py in this process, whose results go into one file of a folder of their own."""
 
-    def __init__(self, folder: Path, before: list[str], capsys: Printed) -> None:
-        self.folder, self.before, self.capsys = folder, before, capsys
+    def __init__(self, folder: Path, before: list[str], capsys: Printed, refuses: Refuses) -> None:
+        self.folder, self.before, self.capsys, self.refuses = folder, before, capsys, refuses
         self.file = folder / "results.json"
 
     def argv(self, *flags: object) -> list[str]:
@@ -58,6 +55,9 @@ class Bench:
         assert self.code(*flags) == code
         return self.capsys.readouterr().out
 
+    def refusal(self, *flags: object) -> str:
+        return self.refuses(benchmark.main, *self.argv(*flags))
+
     @property
     def document(self) -> Record:
         found: Record = json.loads(self.file.read_text(encoding="utf-8"))
@@ -73,20 +73,20 @@ class Bench:
 
 
 @pytest.fixture
-def sweep(tiny_folder: Path, tmp_path: Path, capsys: Printed, monkeypatch: Patch) -> Bench:
+def sweep(tiny_folder: Path, tmp_path: Path, capsys: Printed, refuses: Refuses, monkeypatch: Patch) -> Bench:
     """Of a tiny model and random tokens; the machine's rates are not measured, which takes seconds."""
     monkeypatch.setattr(modes, "rates_here", lambda *_: Rates(copy=2e9, read=1e9, matmul=4e9))
-    return Bench(tmp_path, ["--model", str(tiny_folder), *SHORT, "--synthetic"], capsys)
+    return Bench(tmp_path, ["--model", str(tiny_folder), *SHORT, "--synthetic"], capsys, refuses)
 
 
 @pytest.fixture
-def by_budget(tmp_path: Path, capsys: Printed) -> Bench:
-    return Bench(tmp_path, BUDGET, capsys)
+def by_budget(tmp_path: Path, capsys: Printed, refuses: Refuses) -> Bench:
+    return Bench(tmp_path, BUDGET, capsys, refuses)
 
 
 @pytest.fixture
-def lossless(tmp_path: Path, capsys: Printed) -> Bench:
-    return Bench(tmp_path, LOSSLESS, capsys)
+def lossless(tmp_path: Path, capsys: Printed, refuses: Refuses) -> Bench:
+    return Bench(tmp_path, LOSSLESS, capsys, refuses)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_a_smaller_model_and_an_early_exit_draft_beside_the_others(sweep: Bench,
     assert all(r["predicted"]["speedup"] > 0 for r in sweep.points)
 
 
-def test_an_interrupted_sweep_goes_on_where_it_ended(sweep: Bench, monkeypatch: Patch, refuses: Refuses) -> None:
+def test_an_interrupted_sweep_goes_on_where_it_ended(sweep: Bench, monkeypatch: Patch) -> None:
     flags, original, measured = "--batch 1,2 --context 40,60", benchmark.BySize.measure, list[tuple[int, int]]()
 
     def interrupted(mode: Any, point: Point, *others: Any) -> Record:
@@ -193,10 +193,9 @@ def test_an_interrupted_sweep_goes_on_where_it_ended(sweep: Bench, monkeypatch: 
     assert measured == [(2, 60)] and sweep.points[:3] == before
     assert sweep.code(flags, "--batch 1,3") == 0  # more may be asked for
     assert measured == [(2, 60), (3, 40), (3, 60)]
-    said = refuses(benchmark.main, *sweep.argv(flags, "--seconds 0.5"))
-    assert "was measured with seconds 0.0, not 0.5" in said
-    said = refuses(benchmark.main, *sweep.argv(flags, "--pairs 1"))
-    assert "was measured with pairs 2, not 1: name another file, or start over with --fresh" in said
+    assert "was measured with seconds 0.0, not 0.5" in sweep.refusal(flags, "--seconds 0.5")
+    said = "was measured with pairs 2, not 1: name another file, or start over with --fresh"
+    assert said in sweep.refusal(flags, "--pairs 1")
     measured.clear()
     assert sweep.code(flags, "--pairs 1 --fresh --batch 1") == 0
     assert measured == [(1, 40), (1, 60)] and len(sweep.points) == 2
@@ -215,9 +214,7 @@ def test_several_temperatures_share_prompts_that_are_prefilled_once(sweep: Bench
 
 
 @pytest.mark.parametrize("flags", ["", "--synthetic", "--sweep precision"])
-def test_a_batch_that_no_memory_holds_is_refused_before_its_prompts_are_made(
-    sweep: Bench, monkeypatch: Patch, flags: str
-) -> None:
+def test_a_batch_no_memory_holds_is_refused_before_its_prompts(sweep: Bench, monkeypatch: Patch, flags: str) -> None:
     monkeypatch.setattr(benchmark.prompts, "round_the_text", None)
     monkeypatch.setattr(modes, "MOST_RANDOM", 1000)
     assert sweep.code("--batch 1000000000 --context 40", flags) == 2
@@ -326,9 +323,7 @@ def test_every_policy_and_budget_is_a_point_and_what_cannot_be_built_is_named(by
     assert lines == [["streaming", "16"], ["streaming", "64"], ["snapkv", "64"], ["lookup", "-"]]
 
 
-def test_without_pairs_acceptance_is_that_of_timed_runs_and_nothing_is_timed(
-    by_budget: Bench, monkeypatch: Patch, refuses: Refuses
-) -> None:
+def test_without_pairs_acceptance_is_that_of_timed_runs_and_none_is_timed(by_budget: Bench, monkeypatch: Patch) -> None:
     runs, original = [], turns.run
 
     def noting(*args: Any, speculate: bool = True, **others: Any) -> Any:
@@ -349,17 +344,17 @@ def test_without_pairs_acceptance_is_that_of_timed_runs_and_nothing_is_timed(
     runs.clear()
     assert "2 of 3 points are in" in by_budget.said(flags, "0 --budget 32,64")  # more may be asked for
     assert "".join(runs) == "PS" and len(by_budget.results) == 3
-    assert "was measured with page 16, not 32" in refuses(benchmark.main, *by_budget.argv(flags, "0 --page 32"))
+    assert "was measured with page 16, not 32" in by_budget.refusal(flags, "0 --page 32")
 
 
-def test_times_of_another_machine_or_of_other_pairs_are_not_continued(by_budget: Bench, refuses: Refuses) -> None:
+def test_times_of_another_machine_or_of_other_pairs_are_not_continued(by_budget: Bench) -> None:
     flags = "--pairs 0 --draft lookup"
     assert by_budget.code(flags) == 0
     written = by_budget.document
     others = {"threads": 64, "tp": 8, "device": "cuda", "machine": {"cpu": "another"}, "seconds": 5.0}
     for name, value in others.items():
         by_budget.file.write_text(json.dumps(written | {"settings": written["settings"] | {name: value}}))
-        assert f"was measured with {name} {value}, not" in refuses(benchmark.main, *by_budget.argv(flags))
+        assert f"was measured with {name} {value}, not" in by_budget.refusal(flags)
 
 
 # ---- lossless --------------------------------------------------------------------------------------------------------

@@ -28,10 +28,7 @@ import peers
 import plan
 from gpt_fast_sd.loading import BUNDLED
 from maintain import hero
-from tests.helpers import Refuses, few
-
-Printed = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
+from tests.helpers import Patch, Printed, Refuses, few
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = "--model bundled --prompt One --max-new-tokens 3 --no-compile --device cpu"
@@ -175,9 +172,7 @@ def full_disk(monkeypatch: Patch, *names: str) -> None:
     monkeypatch.setattr(files, "write_whole", write)
 
 
-def test_generate_says_where_completions_are_that_a_full_disk_refused(
-    tmp_path: Path, monkeypatch: Patch, capsys: Printed
-) -> None:
+def test_generate_says_where_what_a_full_disk_refused_is(tmp_path: Path, monkeypatch: Patch, capsys: Printed) -> None:
     monkeypatch.chdir(tmp_path)
     full_disk(monkeypatch, "out.jsonl", "run.html")
     (tmp_path / "out.jsonl").write_text("older")

@@ -22,17 +22,12 @@ from gpt_fast_sd.serving.requests import TokenEvent
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring import comparing
 from measuring.lossless import Difference
-from tests.helpers import ByteTokenizer, Refuses, random_ids, tiny_config, tiny_model
-
-Printed = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
+from tests.helpers import ByteTokenizer, Patch, Printed, Refuses, random_ids, tiny_config, tiny_model
 
 QUICK = ["--no-compile", "--max-new-tokens", "6", "--gamma", "2"]  # auto chooses by the clock
 NIGHT = ["--prompt", "It was a dark night"]
-ESCAPE = re.compile(r"\033\[[0-9;]*m")
-
-
 Says = Callable[..., str]
+ESCAPE = re.compile(r"\033\[[0-9;]*m")
 
 
 @pytest.fixture(autouse=True)
@@ -146,14 +141,11 @@ def test_whoever_drafts_the_output_is_that_of_plain_decoding(prints: Says, flags
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [(["--kv-dtype", "int8"], ", KV cache int8 on cpu"), (["--quantize", "int8"], "int8 weights in bf16")],
+    ("flags", "said"), [("--kv-dtype int8", ", KV cache int8 on cpu"), ("--quantize int8", "int8 weights in bf16")]
 )
-def test_a_quantized_target_is_compared_with_an_unquantized_one(
-    prints: Says, tmp_path: Path, flags: list[str], said: str
-) -> None:
+def test_a_quantized_target_is_beside_an_unquantized_one(prints: Says, tmp_path: Path, flags: str, said: str) -> None:
     file = tmp_path / "run.json"
-    shown = prints(*NIGHT, "--dtype", "bf16", "--compare", "--json", str(file), *flags)
+    shown = prints(*NIGHT, "--dtype", "bf16", "--compare", "--json", str(file), *flags.split())
     assert said in rows(shown)["model"]
     assert "with nothing quantized, afterwards" in rows(shown)["unquantized"]
     run: dict[str, Any] = json.loads(file.read_text())
@@ -388,12 +380,10 @@ def test_half_a_character_of_a_message_is_one_sentence(refuses: Says, gguf_file:
     assert re.search(r"in\.jsonl line 1: character \d+ of the text is U\+D800", said)
 
 
-def test_a_file_that_is_not_there_or_lies_beside_a_folder_without_a_config_is_named(
-    refuses: Says, gguf_file: Path, tmp_path: Path
-) -> None:
+def test_a_file_not_there_or_beside_a_folder_without_a_config_is_named(refuses: Says, gguf_file: Path) -> None:
     assert "there is no file nowhere.gguf" in refuses(*NIGHT, "--model", "nowhere.gguf")
-    (tmp_path / "config.json").unlink()
-    assert refuses(*NIGHT, "--model", tmp_path).endswith(f"did you mean {gguf_file}?")
+    gguf_file.with_name("config.json").unlink()
+    assert refuses(*NIGHT, "--model", gguf_file.parent).endswith(f"did you mean {gguf_file}?")
 
 
 def test_smollm2_is_found_unimported_and_is_the_default(prints: Says, monkeypatch: Patch, gguf_file: Path) -> None:

@@ -20,11 +20,8 @@ from measuring.gpu import setup as shared
 from measuring.gpu.page import page
 from measuring.ledger import Ledger
 from measuring.prompts import tokens_of
-from tests.helpers import Refuses
+from tests.helpers import Patch, Printed, Refuses
 from tests.scripts.measuring.test_gpu import dry_setup
-
-Printed = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 
 ROOT = Path(__file__).resolve().parents[2]
 DRY = "--device cpu --tiny --pairs 1"
@@ -140,9 +137,8 @@ def test_a_stage_runs_in_a_process_of_its_own_and_is_not_run_again(tmp_path: Pat
     ],
 )
 def test_the_exit_code_distinguishes_done_left_and_failed(
-    end: Record, code: int, said: str, tmp_path: Path, monkeypatch: Patch,
-    capsys: Printed,
-) -> None:  # fmt: skip
+    end: Record, code: int, said: str, tmp_path: Path, monkeypatch: Patch, capsys: Printed
+) -> None:
     ends = {"test-rounds": end} if end else {}
     monkeypatch.setattr(gpu_suite, "launcher", lambda argv: FakeProcesses(**ends))
     assert gpu_suite.main([str(tmp_path), *DRY.split(), "--stages", "bundled,test-rounds"]) == code
@@ -204,9 +200,7 @@ def test_the_smoke_test_comes_first_then_the_headline_kernel_and_every_file_of_t
 POINT = {"batch": 8, "context": 4000, "policy": "guided", "budget": 512, "gamma": 4, "temperature": 0.8}
 
 
-def test_a_policy_that_fails_on_a_chip_fails_the_sweep_and_the_bundled_document_is_not_repeated(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_failing_policy_fails_the_sweep_and_no_bundled_text_is_repeated(tmp_path: Path, monkeypatch: Patch) -> None:
     points, asked = [POINT | {"policy": "streaming", "status": "measured"}], list[list[str]]()
 
     def run(command: list[str], *, check: bool) -> None:
@@ -249,10 +243,9 @@ def test_ends_the_process():
 """
 
 
-def test_what_passed_is_not_run_again_until_a_source_changes_and_what_failed_comes_last(
+def test_what_passed_waits_for_a_change_of_source_and_what_failed_comes_last(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """A test that ends its process is known, too."""
     folder = tmp_path / "tests" / "gpu"
     folder.mkdir(parents=True)
     plugin = "from tests.gpu.conftest import pytest_addoption, pytest_configure\n"
@@ -292,9 +285,7 @@ def test_what_passed_is_not_run_again_until_a_source_changes_and_what_failed_com
 
 
 @pytest.mark.parametrize("folder", ["gpt_fast_sd", "model", "tp", "scripts", "scripts/measuring/gpu", "tests"])
-def test_a_change_of_anything_that_tests_are_made_of_makes_them_run_again(
-    folder: str, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_change_of_what_tests_are_made_of_runs_them_again(folder: str, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(shared, "ROOT", tmp_path)
     (tmp_path / folder).mkdir(parents=True)
     trees = set()
@@ -318,18 +309,12 @@ def test_the_page_says_what_is_replayed_what_was_read_and_what_its_prompts_repea
     sweep = json.loads((ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json").read_text())["points"][0]
     note = "the text has 6,001 tokens: rows of 16,000 repeat it, which makes drafting easier"
     skipped = {"arm": "guided", "quantize": "float8", "skipped": "it does not run here"}
-    results = {
-        "cell-57344-guided": cell,
-        "precision-57344-float8": skipped,
-        "bundled": {"points": [sweep | {"note": note}] * 2},
-    }
+    results = {"cell-57344-guided": cell, "precision-57344-float8": skipped}
+    results["bundled"] = {"points": [sweep | {"note": note}] * 2}
     lines = page(results, shared.replace(dry_setup(), tiny=False), "H", ["- machine: not run yet"]).splitlines()
     who = "| 16x57344 | guided 1,024 | the target's | 5 |"
     row = f"{who} 4.00 | 900 | 1,800 | 2.00x (1.90 to 2.10) | 3.0 | 3.00x, 2.90x, 2.80x |"
     assert row in lines and "replay speed" in lines[lines.index(row) - 2]
-    assert (
-        "| 16x57344 | guided 1,024 | the target's | 5 | target | 30.000 | 90% | 1.000 | 16 | 57,345 to 57,345 |"
-        in lines
-    )
+    assert f"{who} target | 30.000 | 90% | 1.000 | 16 | 57,345 to 57,345 |" in lines
     assert lines.count(f"- {note}") == 1 and "- precision-57344-float8: it does not run here" in lines
     assert "- machine: not run yet" in lines and "dry run" not in lines[2]

@@ -25,21 +25,22 @@ from tests.gpt_fast_sd.fast.selected import best
 from tests.gpu import test_kernels, test_smoke
 from tests.gpu.place import Held, Place, difference
 from tests.gpu.truths import shortfall
+from tests.helpers import Patch
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = Place(torch.device("cpu"))
 
 
 @pytest.fixture
-def patch() -> Iterator[pytest.MonkeyPatch]:
+def patch() -> Iterator[Patch]:
     """Operators have their references for bodies, as in tests/gpu."""
-    with pytest.MonkeyPatch.context() as patch:
+    with Patch.context() as patch:
         references.as_on_cuda(patch)
         yield patch
 
 
 @pytest.mark.parametrize("held", [(None, 0), (torch.int8, 0)])
-def test_a_kernel_that_reads_one_key_too_few_is_found(held: Held, patch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_reads_one_key_too_few_is_found(held: Held, patch: Patch) -> None:
     right = kernels.decode_attention
     attend = test_kernels.test_few_queries_attend_as_in_fp64_and_pages_get_the_mass_that_was_paid_them
     attend(PLACE, 4, 128, 1, BF16, held)
@@ -52,7 +53,7 @@ def test_a_kernel_that_reads_one_key_too_few_is_found(held: Held, patch: pytest.
         attend(PLACE, 4, 128, 1, BF16, held)
 
 
-def test_a_wrong_cut_is_found(patch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_cut_is_found(patch: Patch) -> None:
     right = kernels.likeliest
 
     def wrong_of(cut: Any) -> set[tuple[int | None, float]]:
@@ -90,9 +91,7 @@ def test_the_truth_of_selections_breaks_ties_downwards_and_takes_nan_last() -> N
     assert shortfall(q, bounds, closed, torch.tensor([[[2, 1]]])) == float("inf")  # not in order
 
 
-def test_the_smoke_test_finds_short_rows_and_text_that_drafting_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_smoke_test_finds_short_rows_and_text_that_drafting_changes(monkeypatch: Patch) -> None:
     made = test_smoke.made(PLACE, "--prompt", test_smoke.SHORT, "--gamma", "2")
     completions = made.engine.generate(made.prompts, made.greedy)
     assert made.counted(completions)
@@ -110,9 +109,6 @@ def test_the_smoke_test_finds_short_rows_and_text_that_drafting_changes(
     monkeypatch.setattr(BatchState, "accept", sevens)
     with pytest.raises(AssertionError):
         made.both_ways()
-
-
-# ---- tests/gpu on a machine without a GPU ----------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

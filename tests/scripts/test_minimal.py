@@ -44,14 +44,10 @@ def run(
     return minimal.generate(model, prompts, [*seeds][: len(prompts)], eos_ids, **how)
 
 
-# ---- the tokens ------------------------------------------------------------------------------------------------------
-
-
 def test_ragged_prompts_get_the_engines_tokens_in_as_many_rounds() -> None:
     draft, ids = DraftConfig(policy="streaming", budget=BUDGET, gamma=GAMMA), prompts()
-    config = EngineConfig(
-        dtype="fp32", compile=False, device="cpu", batch_size=len(ids), max_seq_len=max(map(len, ids)) + N_NEW
-    )
+    longest = max(map(len, ids)) + N_NEW
+    config = EngineConfig(dtype="fp32", compile=False, device="cpu", batch_size=len(ids), max_seq_len=longest)
     engine = Engine.from_pretrained("bundled", config, draft)
     theirs = engine.generate(ids, SamplingParams(max_tokens=N_NEW, ignore_eos=True))
     texts, took = run(bundled(), ids)
@@ -98,9 +94,6 @@ def test_a_model_in_bf16_runs() -> None:
     assert [len(text) for text in texts] == [N_NEW, N_NEW]
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_rows_output_is_the_same_alone_and_in_a_batch(temperature: float) -> None:
     seeds = (5, 6, 7)
@@ -132,9 +125,6 @@ def test_a_row_that_ends_leaves_the_batch_and_the_others_go_on() -> None:
         assert took == sum(alone, Counter())
 
 
-# ---- acceptance ------------------------------------------------------------------------------------------------------
-
-
 def test_accepted_and_replaced_drafts_follow_the_target_exactly() -> None:
     """p and q far apart, one token that p never says and one that q never does; the second place hangs on the first."""
     p0 = torch.tensor([0.05, 0.5, 0.25, 0.2, 0.0])
@@ -164,9 +154,8 @@ def test_accepted_and_replaced_drafts_follow_the_target_exactly() -> None:
 def test_sampled_text_follows_the_model_as_plain_decoding_does() -> None:
     """The first two tokens of many seeds, drafted from a window of one entry, against the model's own probabilities."""
     model, n, ids = tiny_model(tiny_config(vocab_size=7)), 1200, random_ids(12, vocab_size=7)
-    texts, took = run(
-        model, [ids] * n, seeds=range(n), max_tokens=2, gamma=2, budget=minimal.N_SINK + 1, temperature=1.0
-    )
+    how = {"max_tokens": 2, "gamma": 2, "budget": minimal.N_SINK + 1, "temperature": 1.0}
+    texts, took = run(model, [ids] * n, seeds=range(n), **how)
     assert took["accepted"] < 0.9 * took["drafted"]
     pairs = torch.tensor(texts)  # [n, 2]
     tokens = torch.tensor([[*ids, first] for first in range(7)])  # [7, T]
@@ -195,9 +184,6 @@ def test_a_draw_is_never_a_token_of_probability_zero() -> None:
 def test_a_tiny_temperature_is_nearly_greedy_and_no_number_overflows() -> None:
     for temperature in (0.0, 1e-300, 1e-46, 1e-37):
         assert minimal.distribution(torch.tensor([[1.0, 60.0, 59.0]]), temperature).tolist() == [[0.0, 1.0, 0.0]]
-
-
-# ---- the program -----------------------------------------------------------------------------------------------------
 
 
 def test_the_file_is_short_and_imports_only_torch_and_the_model() -> None:

@@ -21,7 +21,7 @@ import verify
 from gpt_fast_sd.loading import BUNDLED
 from maintain import build_wheel, record
 from scripts import minimal
-from tests.helpers import Refuses
+from tests.helpers import Patch, Refuses
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = "--sweep budget --no-compile --batch 2 --context 96 --max-new-tokens 6"
@@ -244,9 +244,8 @@ ROWS += [(program, flags, said) for programs, flags, said in ALIKE for program i
 
 @pytest.mark.parametrize(("program", "flags", "said"), ROWS, ids=lambda text: text[:60])
 def test_nonsense_is_refused_in_one_sentence(
-    program: str, flags: str, said: str, refuses: Refuses, tiny_folder: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    program: str, flags: str, said: str, refuses: Refuses, tiny_folder: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(build_wheel, "build_kernel", None)
     (tmp_path / "in.jsonl").write_text('{"prompt": [1, 2]}\n')

@@ -21,10 +21,7 @@ from measuring.chips import Chip
 from measuring.lossless import Finding
 from scripts.steps import main as steps_main
 from scripts.steps import time_steps
-from tests.helpers import Refuses, random_ids, tiny_config, tiny_model
-
-Printed = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
+from tests.helpers import Patch, Printed, Refuses, random_ids, tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = BUNDLED / "document.txt"
@@ -181,9 +178,8 @@ def test_default_sizes_are_those_that_fit() -> None:
 
 
 def test_steps_are_told_apart_and_their_parts_add_up() -> None:
-    engine = Engine(
-        tiny_model(CONFIG, dtype=torch.bfloat16), config=ENGINE, draft=DraftConfig(policy="streaming", gamma=3)
-    )
+    model, draft = tiny_model(CONFIG, dtype=torch.bfloat16), DraftConfig(policy="streaming", gamma=3)
+    engine = Engine(model, config=ENGINE, draft=draft)
     if not engine.target.bodies.fused:
         pytest.skip("no C++ compiler builds the kernels here")
     prompts = [random_ids(200, seed=seed) for seed in range(2)]
@@ -265,9 +261,8 @@ def test_a_named_device_with_its_own_rates_is_the_same_plan(capsys: Printed) -> 
     ],
 )  # fmt: skip
 def test_few_bits_reach_the_plan_and_its_heading_and_drafts_take_less_time(
-    given: str, more: str, settings: dict[str, object], said: str,
-    tmp_path: Path, capsys: Printed,
-) -> None:  # fmt: skip
+    given: str, more: str, settings: dict[str, object], said: str, tmp_path: Path, capsys: Printed
+) -> None:
     argv = [*LLAMA, *CELL.split(), "--json", str(tmp_path / "plan.json")]
     found = []
     for flags in (given, f"{given} {more}"):
@@ -296,9 +291,7 @@ def test_the_drafts_of_a_file_are_planned_with_the_acceptance_that_it_holds(tmp_
 
 def test_the_page_shows_what_the_program_prints(capsys: Printed) -> None:
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    command = next(
-        line.split()[2:] for line in page.splitlines() if line.startswith("    python scripts/plan.py --model")
-    )
+    command = next(line.split()[2:] for line in page.splitlines() if line.startswith("    python scripts/plan.py --"))
     assert plan.main(command) == 0
     printed = capsys.readouterr().out.rstrip("\n").splitlines()
     assert "\n".join(f"    {line}".rstrip() for line in printed) in page

@@ -55,8 +55,6 @@ def run_checks(n: int, tp: int, names: Sequence[str], folder: Path) -> dict[str,
     found = {}
     for name in names:
         files = [folder / f"{name}.{rank}.json" for rank in range(n)]
-        missing = [
-            f"rank {i} did not come so far: {done.stderr[-3000:]}" for i, f in enumerate(files) if not f.exists()
-        ]
+        missing = [f"rank {i} did not get here: {done.stderr[-3000:]}" for i, f in enumerate(files) if not f.exists()]
         found[name] = missing or [text for file in files for text in json.loads(file.read_text())]
     return found

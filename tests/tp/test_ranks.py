@@ -16,9 +16,7 @@ GROUPS_OF: dict[str, tuple[int, int, list[str]]] = {
     "four ranks": (4, 4, [MODEL, ENGINE, SELDOM, MORE]),
     "two replicas of two ranks": (4, 2, [MODEL, ENGINE, SELDOM]),
 }
-STARTS = {
-    start: (n, tp, [name for group in groups for name in GROUPS[group]]) for start, (n, tp, groups) in GROUPS_OF.items()
-}
+STARTS = {start: (n, tp, [name for group in of for name in GROUPS[group]]) for start, (n, tp, of) in GROUPS_OF.items()}
 
 
 @pytest.fixture(scope="module")

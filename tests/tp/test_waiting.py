@@ -20,7 +20,7 @@ from gpt_fast_sd.serving.launch import InFlightRound
 from gpt_fast_sd.state import RoundPlan
 from gpt_fast_sd.tp import TIMEOUT, Agreement, Parallel, start
 from measuring.machine import peak_bytes
-from tests.helpers import tiny_model
+from tests.helpers import Patch, Printed, tiny_model
 from tests.tp.spawn import WORKERS, run, torchrun
 
 
@@ -43,7 +43,7 @@ class Round:
 
 
 @pytest.fixture
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parallel]:
+def two_ranks(monkeypatch: Patch) -> Iterator[Parallel]:
     """Rank 1 of two, whose collectives come to nothing, and whose end is an exception."""
 
     def leave(code: int) -> None:
@@ -60,7 +60,7 @@ def round_(done_event: Round) -> InFlightRound:
     return InFlightRound(plan, [], False, result, done_event=done_event)  # type: ignore[arg-type]
 
 
-def test_a_round_that_never_ends_ends_the_process(two_ranks: Parallel, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_round_that_never_ends_ends_the_process(two_ranks: Parallel, capfd: Printed) -> None:
     began = time.monotonic()
     with pytest.raises(Left, match="1"):
         round_(Round(looks=float("inf"))).read(two_ranks.wait_for)
@@ -86,7 +86,7 @@ def test_an_engines_rounds_wait_as_its_ranks_do_half_an_hour_by_default(two_rank
     assert TIMEOUT == Parallel(torch.device("cpu")).timeout == 1800
 
 
-def test_ranks_meet_on_the_host_alone(two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_on_the_host_alone(two_ranks: Parallel, monkeypatch: Patch) -> None:
     """On CUDA the default group is NCCL's: its first use would take device memory that nothing else needs."""
     met: list[Any] = []
     monkeypatch.setattr(dist, "barrier", lambda group=None, **kwargs: met.append(group))
@@ -97,7 +97,7 @@ def test_ranks_meet_on_the_host_alone(two_ranks: Parallel, monkeypatch: pytest.M
     assert met == []
 
 
-def test_processes_apart_are_told_the_missing_setting(two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_apart_are_told_the_missing_setting(two_ranks: Parallel, monkeypatch: Patch) -> None:
     """gloo binds to the address of the machine's name, which the others may not be able to reach."""
 
     def refused(*args: Any, **kwargs: Any) -> None:
@@ -108,7 +108,7 @@ def test_processes_apart_are_told_the_missing_setting(two_ranks: Parallel, monke
         start(device="cpu")
 
 
-def test_processes_that_do_not_meet_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_do_not_meet_are_one_sentence(monkeypatch: Patch) -> None:
     def late(*args: Any, **kwargs: Any) -> None:
         raise dist.DistStoreError("Timed out after 1801 seconds waiting for clients. 1/2 clients joined.\nframes")
 
@@ -116,9 +116,6 @@ def test_processes_that_do_not_meet_are_one_sentence(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "init_process_group", late)
     with pytest.raises(ValueError, match=r"^the processes did not meet \(Timed out after .* 1/2 clients joined\.\)$"):
         start(device="cpu")
-
-
-# ---- what ranks compare ----------------------------------------------------------------------------------------------
 
 
 class Silent(list[int]):
@@ -144,9 +141,6 @@ def test_texts_are_compared_as_they_lie_in_memory_and_not_as_they_print(two_rank
     assert checksum_of(two_ranks, "sampled", texts) != ours
 
 
-# ---- who says why ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("rank", "local", "said", "after"),
     [
@@ -157,9 +151,8 @@ def test_texts_are_compared_as_they_lie_in_memory_and_not_as_they_print(two_rank
     ],
 )
 def test_a_rank_that_refuses_says_so_the_first_at_once(
-    rank: int | None, local: int | None, said: str, after: float,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    rank: int | None, local: int | None, said: str, after: float, monkeypatch: Patch, capsys: Printed
+) -> None:
     for name, value in (("RANK", rank), ("LOCAL_RANK", local)):
         monkeypatch.setenv(name, str(value)) if value is not None else monkeypatch.delenv(name, raising=False)
     waited = [0.0]
@@ -180,7 +173,7 @@ def test_a_refusal_is_heard_once_whichever_rank_refuses(who: str, said: str) -> 
     assert lines == [said], done.stderr
 
 
-def test_peak_memory_is_0_where_the_system_counts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_0_where_the_system_counts_none(monkeypatch: Patch) -> None:
     """On Windows there is no module resource."""
     monkeypatch.setitem(sys.modules, "resource", None)
     monkeypatch.setattr(Path, "is_file", lambda self: False)  # nor /proc

@@ -55,13 +55,9 @@ class Arm:
         return PROFILES[self.name].with_weights(self.quantize)
 
 
-ARMS = {
-    name: Arm(name=name, policy=policy, budget=budget)
-    for name, policy, budget in (
-        ("guided", "guided", 1024), ("snapkv", "snapkv", 2048), ("streaming", "streaming", 512),
-        ("low", "streaming", 512),
-    )
-}  # fmt: skip
+OWN = {"guided": 1024, "snapkv": 2048, "streaming": 512}  # policies with the budgets of their published acceptance
+ARMS = {name: Arm(name=name, policy=name, budget=budget) for name, budget in OWN.items()}
+ARMS["low"] = replace(ARMS["streaming"], name="low")
 PRECISIONS = {str(name): replace(ARMS["guided"], quantize=name) for name in (None, "int8", "float8", "int4")}
 
 

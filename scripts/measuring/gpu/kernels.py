@@ -196,10 +196,8 @@ def formats(wide: CacheLayer) -> dict[str, CacheLayer]:
     integers = [(x * 32).clamp(-127, 127).to(torch.int8) for x in wide.buffers]
     scales = [torch.full(x.shape[:3], 1 / 32, dtype=torch.float16, device=x.device) for x in integers]
     upper, lower = zip(*map(as_planes, integers), strict=True)
-    byte, planes = (
-        CacheLayer(FORMATS["int8"], *integers, *scales),
-        CacheLayer(FORMATS["planes"], *upper, *scales, *lower),
-    )
+    byte = CacheLayer(FORMATS["int8"], *integers, *scales)
+    planes = CacheLayer(FORMATS["planes"], *upper, *scales, *lower)
     return {"bfloat16": wide, "int8": byte, "planes": planes, "upper plane": replace(planes, tail=TAIL)}
 
 

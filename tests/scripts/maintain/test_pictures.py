@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from maintain import hero, record
-from tests.helpers import Refuses
+from tests.helpers import Printed, Refuses
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -58,9 +58,7 @@ def test_a_picture_is_well_formed_whatever_was_written_and_stands_at_the_last_sc
     assert '<tspan class="c32">if a &lt; b &amp; c:</tspan>' in svg
 
 
-def test_a_program_is_recorded_on_a_terminal_and_drawn_anew_from_its_recording(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_is_recorded_on_a_terminal_and_drawn_anew_from_its_recording(tmp_path: Path, capsys: Printed) -> None:
     code = "import os, sys; print('\\033[32mé\\033[0m', sys.stdin.isatty()); print(*os.get_terminal_size())"
     out = tmp_path / "run.svg"
     assert record.main([str(out), "--columns", "30", "--rows", "4", "--", sys.executable, "-c", code]) == 0
@@ -74,7 +72,7 @@ def test_a_program_is_recorded_on_a_terminal_and_drawn_anew_from_its_recording(
     assert record.main([str(out)]) == 0 and out.read_text() == first
 
 
-def test_a_program_that_fails_leaves_what_was_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_fails_leaves_what_was_drawn(tmp_path: Path, capsys: Printed) -> None:
     out = tmp_path / "run.svg"
     assert record.main([str(out), "--", sys.executable, "-c", "print('right')"]) == 0
     kept = out.read_text(), out.with_suffix(".cast").read_text()
@@ -89,9 +87,6 @@ def test_the_picture_in_docs_is_that_of_the_recording_beside_it(tmp_path: Path) 
     (tmp_path / cast.name).write_bytes(cast.read_bytes())
     assert record.main([str(tmp_path / svg.name)]) == 0
     assert (tmp_path / svg.name).read_text(encoding="utf-8") == svg.read_text(encoding="utf-8")
-
-
-# ---- README's plot: what a sweep measured, with labels that do not lie over each other -------------------------------
 
 
 def point(batch: int, context: int, speedup: float, **changes: Any) -> dict[str, Any]:

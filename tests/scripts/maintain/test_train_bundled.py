@@ -62,9 +62,6 @@ def checkpoint(work: Path) -> dict[str, Any]:
     return state
 
 
-# ---- documents -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", {**MIXTURES["copying"], **MIXTURES["prose"]}, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("n", [65, 513, 2049])
 def test_a_document_has_exactly_n_tokens_and_starts_with_bos(kind: Kind, n: int, books: Path, trained: Path) -> None:
@@ -103,9 +100,6 @@ def test_skipped_positions_rise_from_zero_and_stay_in_range() -> None:
         assert (np.diff(pos) >= 1).all() and (np.diff(pos) > 1).sum() <= 3
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
 def test_training_attention_and_its_gradients_are_those_of_plain_attention() -> None:
     q, k, v = (torch.randn(2, n, 300, 16, dtype=torch.float64).requires_grad_() for n in (4, 2, 2))
     ours, plain = (kv.attend(0, q, k, v, torch.arange(300)[None]) for kv in (TrainingAttention(), CausalSelf()))
@@ -138,9 +132,8 @@ def test_the_export_runs_in_the_engine_and_matches_the_checkpoint(trained: Path)
     weights = checkpoint(trained)["model"]
     for name, tensor in load_model(folder, dtype=torch.float32).state_dict().items():
         torch.testing.assert_close(tensor, weights[name].bfloat16().float(), rtol=0, atol=0)
-    engine = Engine.from_pretrained(
-        folder, EngineConfig(batch_size=1, max_seq_len=128, compile=False, dtype="fp32", device="cpu")
-    )
+    config = EngineConfig(batch_size=1, max_seq_len=128, compile=False, dtype="fp32", device="cpu")
+    engine = Engine.from_pretrained(folder, config)
     completion = engine.generate(["Clara Lockwood saw the"], SamplingParams(max_tokens=8, ignore_eos=True))[0]
     assert len(completion.tokens) == 8
 
@@ -304,9 +297,7 @@ def test_the_model_reads_prose_far_better_than_chance(model: Transformer, tokeni
     assert loss < 5.0  # a uniform guess among 4,096 costs 8.3, the best unigram guess about 6.5
 
 
-def test_the_model_copies_a_run_of_random_tokens_it_has_seen_before(
-    model: Transformer, tokenizer: Tokenizer, document: str
-) -> None:
+def test_the_model_copies_random_tokens_it_has_seen(model: Transformer, tokenizer: Tokenizer, document: str) -> None:
     """Nothing but the first copy predicts the second one: this is the far reading that drafts need."""
     n = 64
     words = torch.tensor(tokenizer.encode(document, bos=False))

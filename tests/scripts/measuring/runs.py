@@ -88,12 +88,8 @@ class Story:
 
     def page(self) -> str:
         slower = EngineStats(decode_tokens=100, decode_seconds=20.0, rounds=100, row_rounds=100)
-        return page(
-            self.recorder,
-            self.title,
-            ways={"plain": Way.of([slower]), "speculative": Way.of([self.stats])},
-            facts=[("model", self.title)],
-        )
+        ways = {"plain": Way.of([slower]), "speculative": Way.of([self.stats])}
+        return page(self.recorder, self.title, ways=ways, facts=[("model", self.title)])
 
 
 def a_round(*events: TokenEvent, read: dict[int, Tensor] | None = None, gamma: int = 1) -> RoundEvent:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from gpt_fast_sd.config import EngineConfig
 from measuring import comparing
+from tests.helpers import Patch
 
 
 class Other:
@@ -27,7 +26,7 @@ class Other:
         raise AssertionError(f"{name} is a step that all ranks share")
 
 
-def told(monkeypatch: pytest.MonkeyPatch, other: Other, *, everywhere: bool) -> object:
+def told(monkeypatch: Patch, other: Other, *, everywhere: bool) -> object:
     """What is told of the unquantized model, whose engine is this one here."""
     monkeypatch.setattr(comparing.Engine, "from_pretrained", lambda *_, **__: other)
     parallel = SimpleNamespace(everywhere=lambda holds: holds and everywhere)
@@ -35,10 +34,10 @@ def told(monkeypatch: pytest.MonkeyPatch, other: Other, *, everywhere: bool) -> 
     return comparing.plainly_unquantized(engine, "model", [[1]], [], 1)
 
 
-def test_where_another_rank_has_no_room_for_it_no_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_another_rank_has_no_room_for_it_no_rank_waits(monkeypatch: Patch) -> None:
     assert told(monkeypatch, Other(EngineConfig()), everywhere=False) == "not every process has room for it"
 
 
-def test_a_checkpoint_that_stays_float8_is_not_called_unquantized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_stays_float8_is_not_called_unquantized(monkeypatch: Patch) -> None:
     said = told(monkeypatch, Other(EngineConfig(quantize="float8")), everywhere=True)
     assert said == "its checkpoint stores weights in float8, which run as they are"

@@ -30,6 +30,7 @@ from measuring.replay import PROFILES, Replay, replay_table
 from measuring.roofline import EXPECTED, IDEAL, PRACTICAL
 from tests.gpuless import pools
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
+from tests.helpers import Patch
 
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,13 +47,8 @@ def dry_run(stage: str, **known: Record) -> Record:
     return result
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_graph_is_timed_by_events_on_the_stream_that_it_is_replayed_on(
-    elsewhere: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_is_timed_by_events_on_the_stream_that_it_is_replayed_on(elsewhere: bool, monkeypatch: Patch) -> None:
     """It is captured on a stream of the watch's own; what it is replayed on is whoever's turn it is, here and there."""
     seen: list[tuple[str, int]] = []
     with pools.stand_in("2.13") as cuda, contextlib.ExitStack() as within:
@@ -128,7 +124,7 @@ def test_products_are_charged_for_the_bytes_of_their_weights_rows_and_results() 
     ]
 
 
-def test_every_product_is_compiled_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_product_is_compiled_before_it_is_timed(monkeypatch: Patch) -> None:
     """Dynamo compiles one function for eight shapes and runs it eagerly for others, and all of these are one to it."""
     real, built = torch.compile, [0]
 
@@ -144,9 +140,7 @@ def test_every_product_is_compiled_before_it_is_timed(monkeypatch: pytest.Monkey
     assert built == [10]
 
 
-def test_a_kernel_that_fails_or_lets_rows_idle_stops_the_stage_and_a_peer_that_fails_is_a_row_that_says_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernels_that_fail_or_idle_stop_the_stage_and_a_failing_peer_is_a_row_that_says_why(monkeypatch: Patch) -> None:
     def broken() -> None:
         raise RuntimeError("no kernel for this chip")
 
@@ -178,9 +172,6 @@ def test_on_cuda_others_are_torchs_backends_and_read_the_keys_of_a_head_once() -
     assert {name.split(",")[0] for name in names} == {
         "torch SDPA flash", "torch SDPA efficient", "torch SDPA cuDNN",
     }  # fmt: skip
-
-
-# ---- cells -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", ["cell-28672-streaming", "cell-57344-guided", "cell-100000-snapkv"])
@@ -237,7 +228,7 @@ def a_bench(arm: str) -> Bench:
     ],
 )
 def test_a_call_that_does_not_do_what_it_is_timed_for_is_an_error_and_has_no_seconds(
-    wrong: Callable[[Bench], object], said: str, monkeypatch: pytest.MonkeyPatch
+    wrong: Callable[[Bench], object], said: str, monkeypatch: Patch
 ) -> None:
     right = Bench.restore_state
 
@@ -250,7 +241,7 @@ def test_a_call_that_does_not_do_what_it_is_timed_for_is_an_error_and_has_no_sec
         a_bench("guided").steps()
 
 
-def test_every_repeat_of_every_timed_call_starts_from_the_same_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_repeat_of_every_timed_call_starts_from_the_same_state(monkeypatch: Patch) -> None:
     bench, starts = a_bench("guided"), list[Any]()
 
     def watch(self: Stopwatch, call: Callable[[], object], before: Callable[[], object]) -> float:
@@ -267,9 +258,7 @@ def test_every_repeat_of_every_timed_call_starts_from_the_same_state(monkeypatch
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_replayed_rounds_emit_exactly_what_the_table_says_and_plain_ones_one_token_per_row(
-    captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replays_emit_what_the_table_says_and_plain_rounds_a_token_a_row(captured: bool, monkeypatch: Patch) -> None:
     bench = a_bench("streaming")
     if captured:  # results are read one round late, as those of captured rounds are
         bench.engine.schedule.rounds.capture = lambda part: part
@@ -285,7 +274,7 @@ def test_replayed_rounds_emit_exactly_what_the_table_says_and_plain_ones_one_tok
         bench.run(True, rounds=3)
 
 
-def test_a_replay_knows_the_tiers_of_the_model_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_knows_the_tiers_of_the_model_that_is_timed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(cells, "SMALL", replace(cells.SMALL, n_heads=16, n_kv_heads=2))
     bench = a_bench("streaming")
     tiers = bench.engine.schedule.planner.tiers
@@ -293,7 +282,7 @@ def test_a_replay_knows_the_tiers_of_the_model_that_is_timed(monkeypatch: pytest
 
 
 @needs_fake_cuda
-def test_a_random_model_takes_no_more_of_a_chip_than_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_model_takes_no_more_of_a_chip_than_its_own_dtype(monkeypatch: Patch) -> None:
     """A card of 24 GB holds 8B weights in bf16, not in fp32."""
     made: list[tuple[torch.dtype, int]] = []
     real = torch.empty
@@ -335,9 +324,7 @@ def test_a_row_of_the_forecasts_that_no_plan_lets_through_is_marked() -> None:
         assert (mark == "") == fits, (batch, context, name)
 
 
-def test_the_roofline_is_the_data_sheets_of_a_known_chip_and_measured_of_another_and_memory_is_what_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_roofline_is_a_known_chips_data_sheet_or_measured_and_memory_is_what_is_free(monkeypatch: Patch) -> None:
     name = "NVIDIA H100 80GB HBM3"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     known = {"machine": {"rates": {"copy": 7e11, "read": 8e11, "matmul": 1e14}, "environment": {"free_bytes": 7.0}}}

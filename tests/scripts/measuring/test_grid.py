@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,28 +11,14 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.tp import Parallel
-from measuring.grid import (
-    COMMON,
-    Point,
-    Setting,
-    buildable,
-    draft_fields,
-    draft_label,
-    groups,
-    has_a_model,
-    in_common,
-    known_drafters,
-    settings_of,
-)
+from measuring import grid
+from measuring.grid import COMMON, Point, Setting, buildable, draft_label, groups, has_a_model, settings_of
 from measuring.modes import Mode
 from tests.helpers import ByteTokenizer, few, random_ids, tiny_model
 
 
 def point(policy: str = "streaming", batch: int = 1, context: int = 100, gamma: int | str = 4) -> Point:
     return Point(batch=batch, context=context, setting=Setting(policy=policy, budget=64), gamma=gamma)
-
-
-# ---- who drafts ------------------------------------------------------------------------------------------------------
 
 
 def test_a_policy_without_a_budget_is_measured_once() -> None:
@@ -48,12 +35,11 @@ def test_the_name_of_a_hierarchy_says_who_is_its_cheap_level() -> None:
     assert has_a_model("hierarchy/standalone") and not has_a_model("hierarchy")
 
 
-@pytest.mark.parametrize("policy", known_drafters())
+@pytest.mark.parametrize("policy", grid.known_drafters())
 def test_every_drafter_takes_those_of_the_common_fields_that_it_uses(policy: str) -> None:
     given = {"draft_model": "bundled", "exit_layers": 1, "view": None, "ngram": 5, "n_sink": 8, "page": 32, "gamma": 9}
-    draft = Setting(policy=policy, budget=None if policy in ("lookup", "full") else 256).draft(
-        "auto", draft_fields(given)
-    )
+    budget = None if policy in ("lookup", "full") else 256
+    draft = Setting(policy=policy, budget=budget).draft("auto", grid.draft_fields(given))
     assert (draft.ngram, draft.n_sink, draft.page, draft.gamma) == (5, 8, 32, "auto")
     assert draft.exit_layers == (1 if policy == "early_exit" else None)
     assert (draft.draft_model is not None) == has_a_model(policy)
@@ -77,7 +63,7 @@ def test_a_field_that_no_policy_of_a_measurement_uses_is_refused() -> None:
 
 
 def test_what_points_of_a_file_have_in_common_has_a_default_for_files_of_before_it_was_told() -> None:
-    assert in_common({"page": 32, "batch": 4}) == COMMON | {"page": 32}
+    assert grid.in_common({"page": 32, "batch": 4}) == COMMON | {"page": 32}
     assert COMMON["page"] == DraftConfig().page and COMMON["exact"] is EngineConfig().exact
     assert COMMON["top_k"] is SamplingParams().top_k
 
@@ -109,17 +95,9 @@ def test_an_engine_that_changes_its_draft_is_the_engine_that_was_built_with_it(p
     assert changing.stats.kv_bytes == built.stats.kv_bytes
 
 
-# ---- the points ------------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_shares_an_engine_but_for_draft_models_and_exact_mode() -> None:
-    points = [
-        point(policy, batch, context, gamma)
-        for batch in (1, 2)
-        for policy in ("streaming", "standalone")
-        for gamma in (4, 6)
-        for context in (100, 200)
-    ]
+    kinds = itertools.product((1, 2), ("streaming", "standalone"), (4, 6), (100, 200))
+    points = [point(policy, batch, context, gamma) for batch, policy, gamma, context in kinds]
     shared = [*groups(points, exact=False)]
     assert [len(group) for group in shared] == [4, 2, 2, 4, 2, 2]
     assert [point for group in shared for point in group] == points
@@ -194,9 +172,7 @@ ORDERS: dict[str, tuple[dict[str, Any], list[Point], list[str]]] = {
 
 
 @pytest.mark.parametrize(("engines", "points", "said"), ORDERS.values(), ids=ORDERS)
-def test_points_share_engines_and_a_failure_costs_no_other(
-    engines: dict[str, Any], points: list[Point], said: list[str]
-) -> None:
+def test_points_share_engines_and_a_failure_costs_no_other(engines: Any, points: list[Point], said: list[str]) -> None:
     one = Engines(**engines)
     for group in groups(points, exact=False):
         one.measure_group(group)

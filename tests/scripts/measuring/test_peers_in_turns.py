@@ -13,7 +13,7 @@ from measuring import peer_speculation, peers
 from measuring.peer_speculation import Contest, LlamaServer, decoded, entries, find_program, rows_of
 from measuring.peer_turns import Reference, Timing, cell_report
 from measuring.peers import Decoded, Entry, PeerFailed, Setup
-from tests.helpers import tiny_config
+from tests.helpers import Patch, Printed, tiny_config
 from tests.llama_server import write_llama_server
 
 NEEDS = {"weight_bytes": 4_000, "kv_bytes": 1_000, "roofline_ms": 5.0, "file_roofline_ms": 2.0}
@@ -23,11 +23,8 @@ def test_a_file_as_it_comes_is_a_peer_of_its_own_with_the_ceiling_of_its_own_byt
     """Weights of fewer bits are other weights: they must not stand for llama.cpp at our dtype."""
     timings = [
         Timing(entry=entry, prefill_seconds=4.0, tokens=[[1], [2]], milliseconds=[10.0])
-        for entry in (
-            *peers.entries("ours", "bf16"),
-            *peers.entries("llama.cpp", "bf16"),
-            *peers.entries("llama.cpp-file", "bf16"),
-        )
+        for peer in ("ours", "llama.cpp", "llama.cpp-file")
+        for entry in peers.entries(peer, "bf16")
     ]
     cell = cell_report(timings, 400, 1, NEEDS, Reference(tokens=[1, 2], gaps=[0.5, 0.5]))
     shares = {row["peer"]: row["percent_of_roofline"] for row in cell["results"]}
@@ -99,9 +96,7 @@ def test_a_server_is_asked_for_one_token_more_and_only_what_remembers_starts_ane
         assert drafted == ("draft" in peer)
 
 
-def test_a_server_that_ends_or_is_never_ready_says_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_ends_or_is_never_ready_says_its_last_words(tmp_path: Path, monkeypatch: Patch) -> None:
     write_llama_server(tmp_path, last_words="failed to load model 'F16.gguf'")
     entry = entry_of("llama.cpp", "")
     with pytest.raises(PeerFailed, match=r"llama-server ended with code 1: failed to load model 'F16.gguf'"):
@@ -127,7 +122,7 @@ def test_a_folder_without_the_program_and_one_that_fails_are_refused(tmp_path: P
     with pytest.raises(ValueError, match=r"--version ended with code 3: built with GNU"):
         find_program(tmp_path)
     (tmp_path / "llama-server").write_text("#!/bin/sh\nexec sleep 60\n")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="--version gave no answer in 0 s"):
+    with Patch.context() as patch, pytest.raises(ValueError, match="--version gave no answer in 0 s"):
         patch.setattr(peer_speculation, "START_SECONDS", 0.2)
         find_program(tmp_path)
     write_llama_server(tmp_path)
@@ -173,9 +168,7 @@ class Scripted:
         pass
 
 
-def test_the_best_mode_of_a_heat_takes_turns_and_one_that_fails_fails_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_mode_takes_turns_and_one_fails_alone(tmp_path: Path, monkeypatch: Patch, capsys: Printed) -> None:
     heats = {
         ("ours", ""): [1, 10, 10], ("ours, lookup", "gamma 1"): [1, 20, 30], ("ours, lookup", "gamma 2"): [1, 25, 25],
         ("llama.cpp", ""): [1, 9, 9], ("llama.cpp, lookup", "n-gram cache"): [1],

@@ -20,9 +20,8 @@ from gpt_fast_sd.model import CacheLayer, KVCache
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.round import Round
 from gpt_fast_sd.sampling import Kind, draw, probabilities, uniform
-from gpt_fast_sd.state import BatchState
 from measuring import lossless
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import Patch, random_ids, tiny_config, tiny_model
 
 N_TOKENS = 8
 PROMPTS = [random_ids(n, seed=n, vocab_size=23) for n in (40, 45, 21, 3, 30)]  # more than slots
@@ -51,6 +50,10 @@ def wide() -> Engine:
     return narrow(batch_size=128)
 
 
+def assert_found(finding: lossless.Finding) -> None:
+    assert not finding.passed, finding.line
+
+
 def drawn(engine: Engine) -> lossless.Finding:
     return lossless.samples(engine, PROMPTS[:2], 1000)
 
@@ -73,9 +76,6 @@ def test_an_int8_cache_passes_refills() -> None:
     assert finding.passed, finding.line
 
 
-# ---- planted bugs ----------------------------------------------------------------------------------------------------
-
-
 def from_p(p: Tensor, q: Tensor, drafted: Tensor, most: Tensor, u: Tensor, next_u: Tensor, **how: Any) -> AcceptResult:
     """What follows a refused draft is drawn from p, not from the residual."""
     kept = verify_sampled(p, q, drafted, most, u, next_u, **how).n_accepted
@@ -89,19 +89,14 @@ def of_a_neighbour(p: Tensor, q: Tensor, *others: Tensor, **how: Any) -> AcceptR
 
 
 @pytest.mark.parametrize("judged", [from_p, of_a_neighbour])
-def test_samples_find_a_wrong_judge(
-    judged: Callable[..., AcceptResult], wide: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_find_a_wrong_judge(judged: Callable[..., AcceptResult], wide: Engine, monkeypatch: Patch) -> None:
     monkeypatch.setattr(acceptance, "verify_sampled", judged)
-    finding = drawn(wide)
-    assert not finding.passed, finding.line
+    assert_found(drawn(wide))
 
 
-def test_samples_find_drafts_that_are_judged_by_a_filtered_q_and_were_drawn_from_another(
-    wide: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_find_drafts_judged_by_a_filtered_q_and_drawn_from_another(wide: Engine, monkeypatch: Patch) -> None:
     def choose(
-        self: BatchState, logits: Tensor, pos: Tensor, kind: Kind, stream: int, *_: Any
+        self: Any, logits: Tensor, pos: Tensor, kind: Kind, stream: int, *_: Any
     ) -> tuple[Tensor, Tensor | None]:
         unfiltered = probabilities(logits, self.table, filtered=False)
         return draw(unfiltered, uniform(self.table.seed, pos, stream)), self.probabilities(logits, kind)
@@ -109,11 +104,10 @@ def test_samples_find_drafts_that_are_judged_by_a_filtered_q_and_were_drawn_from
     assert isinstance(wide.policy, ModelDraft)
     monkeypatch.setattr(wide.policy._choose, "fn", choose)
     monkeypatch.setattr(lossless, "FILTERED", {"temperature": 1.0, "top_k": 4})
-    finding = drawn(wide)
-    assert not finding.passed, finding.line
+    assert_found(drawn(wide))
 
 
-def test_greedy_finds_positions_of_drafts_that_are_one_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_finds_positions_of_drafts_that_are_one_off(engine: Engine, monkeypatch: Patch) -> None:
     model = engine.model
     forward = type(model).forward
 
@@ -123,11 +117,10 @@ def test_greedy_finds_positions_of_drafts_that_are_one_off(engine: Engine, monke
         return result
 
     monkeypatch.setattr(type(model), "forward", shifted)
-    finding = lossless.greedy(engine, PROMPTS, 2 * N_TOKENS)
-    assert not finding.passed, finding.line
+    assert_found(lossless.greedy(engine, PROMPTS, 2 * N_TOKENS))
 
 
-def test_greedy_finds_the_key_of_a_refused_draft_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_finds_the_key_of_a_refused_draft_that_stays(monkeypatch: Patch) -> None:
     store = CacheLayer.store
 
     def stale(self: CacheLayer, pos: Tensor, k: Tensor, v: Tensor) -> None:
@@ -136,11 +129,10 @@ def test_greedy_finds_the_key_of_a_refused_draft_that_stays(monkeypatch: pytest.
         store(self, pos[:, first:], k[:, :, first:], v[:, :, first:])
 
     monkeypatch.setattr(CacheLayer, "store", stale)
-    finding = lossless.greedy(built(policy="lookup", ngram=1), PROMPTS, 2 * N_TOKENS)
-    assert not finding.passed, finding.line
+    assert_found(lossless.greedy(built(policy="lookup", ngram=1), PROMPTS, 2 * N_TOKENS))
 
 
-def test_seeds_find_one_that_depends_on_the_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_find_one_that_depends_on_the_row(engine: Engine, monkeypatch: Patch) -> None:
     def by_row(seed: Tensor, pos: Tensor, stream: int) -> Tensor:
         row = torch.arange(len(seed))
         return uniform(seed + (row if seed.dim() == 1 else row[:, None]), pos, stream)
@@ -153,13 +145,12 @@ def test_seeds_find_one_that_depends_on_the_row(engine: Engine, monkeypatch: pyt
     assert not finding.passed, finding.line
 
 
-def test_refill_finds_a_slot_that_is_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refill_finds_a_slot_that_is_not_cleared(monkeypatch: Patch) -> None:
     monkeypatch.setattr(KVCache, "vacate", lambda self, slot, keep=0: self.seq_len[slot].zero_())
-    finding = lossless.refill(narrow(), PROMPTS, N_TOKENS)
-    assert not finding.passed, finding.line
+    assert_found(lossless.refill(narrow(), PROMPTS, N_TOKENS))
 
 
-def test_exact_finds_a_step_whose_width_varies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_finds_a_step_whose_width_varies(monkeypatch: Patch) -> None:
     engine, feed = narrow(exact=True), Round.feed
 
     def nudged(self: Round, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
@@ -167,11 +158,10 @@ def test_exact_finds_a_step_whose_width_varies(monkeypatch: pytest.MonkeyPatch) 
         return logits * (1 + 2**-22 * (tokens.shape[1] > 1)), mass  # the last bits
 
     monkeypatch.setattr(Round, "feed", nudged)
-    finding = lossless.exact(engine, PROMPTS[:4], N_TOKENS)
-    assert not finding.passed, finding.line
+    assert_found(lossless.exact(engine, PROMPTS[:4], N_TOKENS))
 
 
-def test_logits_that_are_no_numbers_fail_and_raise_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_no_numbers_fail_and_raise_nothing(engine: Engine, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Engine, "logits", lambda *_, **__: torch.full((1, 23), torch.nan))
     finding = lossless.samples(engine, PROMPTS[:2], 100)
     assert not finding.passed and "logits after 40 tokens are not finite" in finding.text
@@ -196,9 +186,6 @@ def test_gamma_auto_which_no_seed_fixes_is_refused() -> None:
 def test_one_slot_is_not_said_to_have_been_changed() -> None:
     finding = lossless.seeds(narrow(batch_size=1), PROMPTS[:2], N_TOKENS)
     assert finding.passed and finding.text.endswith("no row came to another slot, which is not tested")
-
-
-# ---- the test of samples itself --------------------------------------------------------------------------------------
 
 
 def test_the_power_that_is_printed_is_the_power_that_there_is() -> None:
@@ -231,23 +218,20 @@ KEPT = SamplingParams(temperature=1.0, top_k=7)  # an id of 0.0 is kept, one of 
 
 
 @pytest.mark.parametrize(("tie", "wrong"), [(0.0, [7, 8, 9]), (1e-2, [8, 9]), (10.0, [])])
-def test_a_token_that_the_filter_leaves_out_is_wrong_unless_rounding_may_let_it_in(
-    tie: float, wrong: list[int]
-) -> None:
+def test_a_token_the_filter_leaves_out_is_wrong_unless_rounding_may_let_it_in(tie: float, wrong: list[int]) -> None:
     cells = lossless.Cells.of(lambda ids: PEAKED, [1], KEPT, lambda best: tie)
     assert [token for token in range(10) if cells.left_out([[token, 0]])] == wrong
     assert [token for token in range(10) if cells.left_out([[0, token]])] == wrong  # 0 is followed
     assert cells.left_out([[6, 9]]) == 0  # and 6 is not: what comes after it is unknown
 
 
-def test_samples_find_a_filter_that_leaks_rarely(wide: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_find_a_filter_that_leaks_rarely(wide: Engine, monkeypatch: Patch) -> None:
     stream = Engine.generate
 
     def leaking(self: Engine, *args: Any, **how: Any) -> Any:
         done = stream(self, *args, **how)
-        cells = lossless.Cells.of(
-            lambda ids: self.logits(ids, last=1)[0], PROMPTS[0], SamplingParams(**lossless.FILTERED)
-        )
+        params = SamplingParams(**lossless.FILTERED)
+        cells = lossless.Cells.of(lambda ids: self.logits(ids, last=1)[0], PROMPTS[0], params)
         one = next(i for i, c in enumerate(done) if i % 4 == 1)  # the first prompt's, filtered
         token = int(cells.outside[None].nonzero()[0])
         return [replace(c, tokens=[token, *c.tokens[1:]]) if i == one else c for i, c in enumerate(done)]
@@ -279,16 +263,11 @@ def test_a_right_engine_whose_rounding_drops_the_last_token_of_a_filter_passes()
     q = torch.tensor([0.5, 0.3999]) / 0.8999
     outputs = torch.stack([q.multinomial(n, True, generator=generator) for _ in range(2)], 1).tolist()
     statistic, freedom = lossless.g_statistic(cells.count(outputs), cells.expected * n)
-    assert (
-        lossless.chance_of(statistic, freedom)
-        < lossless.CHANCE
-        < lossless.chance_of(statistic, freedom, cells.rounding(n))
-    )
+    blunt, sharp = (lossless.chance_of(statistic, freedom, allowed) for allowed in (cells.rounding(n), 0.0))
+    assert sharp < lossless.CHANCE < blunt
 
 
-def test_nothing_is_proved_by_samples_that_fill_one_cell_and_too_many_are_refused(
-    wide: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_proved_by_samples_of_one_cell_and_too_many_are_refused(wide: Engine, monkeypatch: Patch) -> None:
     finding = lossless.samples(wide, PROMPTS[:2], 1)
     assert not finding.passed and finding.text.startswith("nothing tested: 4 samples are too few")
     monkeypatch.setattr(lossless, "near_tie", lambda best, *dtypes: 0.25)

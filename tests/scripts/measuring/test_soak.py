@@ -14,7 +14,7 @@ from gpt_fast_sd.model import KV, CausalSelf, Transformer
 from measuring import lossless
 from measuring.lossless import Finding
 from measuring.soak import Rest, Soaked, _logits, _ties, finding, soak
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import Patch, random_ids, tiny_model
 
 SMALL = EngineConfig(batch_size=3, max_seq_len=256, compile=False)
 DRAFTS = [
@@ -37,11 +37,8 @@ def soaked(one: Engine, drafts: list[DraftConfig], calls: int = 3) -> Soaked:
 def test_nothing_is_wrong_over_policies_calls_that_are_left_and_late_prompts() -> None:
     found = soaked(engine(), DRAFTS, calls=4)
     assert not found.wrong
-    assert [rest.draft for rest in found.rests[:3]] == [
-        "off, gamma auto",
-        "streaming 16, gamma 3",
-        "guided 64, gamma 2",
-    ]
+    first = [rest.draft for rest in found.rests[:3]]
+    assert first == ["off, gamma auto", "streaming 16, gamma 3", "guided 64, gamma 2"]
     assert found.calls == 20 and found.left > 2 and found.again > 0 and found.greedy > 15
     assert all(rest.recompiles == 0 for rest in found.rests)
 
@@ -52,7 +49,7 @@ def test_tokens_over_an_int8_cache_are_those_of_the_target_over_such_a_cache() -
     assert not found.wrong and found.greedy >= 5
 
 
-def test_forwards_have_few_lengths_and_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_have_few_lengths_and_the_same_logits(monkeypatch: Patch) -> None:
     """A library keeps primitives for each length that it meets: a soak in bf16 grew by some MiB with every new one."""
     one, ids, lengths, hidden = engine(), random_ids(150), set[int](), Transformer.hidden
 
@@ -89,13 +86,13 @@ def test_tokens_that_are_not_the_target_s_and_samples_that_do_not_repeat_are_fou
     assert any("gave other tokens than before" in line for line in found.wrong)
 
 
-@pytest.mark.parametrize(("rank", "repeats", "found_wrong"), [(1, True, False), (1, False, True), (40, True, True)])
-def test_what_bf16_rounds_away_is_told_from_what_is_wrong(
-    rank: int, repeats: bool, found_wrong: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rank", "again", "found_wrong"), [(1, True, False), (1, False, True), (40, True, True)])
+def test_what_bf16_rounds_is_told_from_what_is_wrong(
+    rank: int, again: bool, found_wrong: bool, monkeypatch: Patch
 ) -> None:
     """Where no gap at all counts as a tie, fp32 tells a second best token that is near from one that is far.
 
-    repeats: whether the engine finds the token the best one again.
+    again: whether the engine finds the token the best one again.
     """
     monkeypatch.setattr(lossless, "NEAR_TIE", {"bf16": 0.0})
     one = Engine(tiny_model(dtype=torch.bfloat16), None, SMALL)
@@ -110,7 +107,7 @@ def test_what_bf16_rounds_away_is_told_from_what_is_wrong(
     if int(lossless.logits_after(one.model, ids).argmax()) == token:
         token = int(exact.argmax())
     own = lossless.logits_after(one.model, ids).clone()
-    own[token if repeats else int(exact.argmax())] = own.max() + 1e-3
+    own[token if again else int(exact.argmax())] = own.max() + 1e-3
     monkeypatch.setattr(one, "logits", lambda asked, last: own[None] if asked == ids else None)
     assert _ties(one, DraftConfig(), ids, [token], counted) == 1 and bool(counted.wrong) is found_wrong
 

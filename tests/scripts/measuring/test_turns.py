@@ -11,20 +11,9 @@ import torch
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.serving.stats import EngineStats
 from gpt_fast_sd.tp import Parallel
+from measuring import turns as timing
 from measuring.points import crossing, lengths_of, lines_of
-from measuring.turns import (
-    Mark,
-    Run,
-    Turns,
-    alpha_of,
-    distinct_4grams,
-    median_interval,
-    round_ms,
-    run,
-    steady_speed,
-    take_turns,
-    tokens_by_alpha,
-)
+from measuring.turns import Mark, Run, Turns, alpha_of, distinct_4grams, median_interval, steady_speed, take_turns
 from tests.helpers import ByteTokenizer, random_ids, tiny_model
 
 Streams = list[tuple[bool, int]]  # whether it speculated, and tokens asked for
@@ -58,9 +47,8 @@ def test_pairs_alternate_who_goes_first_after_a_short_untimed_run_of_each() -> N
     assert len(turns.ratios("completion")) == len(turns.ratios("steady")) == 3 and turns.first_differences == []
     assert turns.prefill.prefill_tokens > 0 == turns.counts.prefill_tokens
     assert turns.counts.decode_tokens == 60 and sum(turns.counts.rounds_by_gamma.values()) == turns.counts.rounds
-    assert (
-        set(turns.acceptance["distinct_4grams"]) == {"plain", "speculative"} and turns.by_steps and turns.by_steps > 0
-    )
+    assert set(turns.acceptance["distinct_4grams"]) == {"plain", "speculative"}
+    assert turns.by_steps and turns.by_steps > 0
 
 
 def test_short_runs_go_on_until_they_took_the_time_asked_for() -> None:
@@ -109,12 +97,12 @@ def seconds(decode: float) -> Run:
 def test_a_run_that_the_machine_stopped_does_not_move_the_medians() -> None:
     turns = Turns([seconds(1.0), seconds(1.0), seconds(60.0)], [seconds(0.5), seconds(0.5), seconds(0.5)])
     assert sorted(turns.ratios()) == [2.0, 2.0, 120.0] and turns.ratios("steady") == []
-    assert round_ms(turns.plain) == {"round": 100.0, "draft": 0.0, "verify": 100.0, "host": 0.0}
+    assert timing.round_ms(turns.plain) == {"round": 100.0, "draft": 0.0, "verify": 100.0, "host": 0.0}
 
 
 def test_a_round_that_is_one_graph_is_not_told_by_part() -> None:
     graph = Run(EngineStats(decode_seconds=1.0, decode_tokens=10, rounds=10), None, [])
-    assert round_ms([graph]) == {"round": 100.0, "draft": None, "verify": None, "host": None}
+    assert timing.round_ms([graph]) == {"round": 100.0, "draft": None, "verify": None, "host": None}
     assert Turns([graph], [graph]).by_steps is None
 
 
@@ -130,10 +118,10 @@ def test_stats_of_several_runs_add_up_position_by_position() -> None:
 
 
 def test_outputs_that_part_are_told_by_row_and_first_position() -> None:
-    plain, first, second = (
+    plain, one, two = (
         Run(EngineStats(), None, rows) for rows in ([[1, 2, 3]] * 2, [[1, 2, 4]] * 2, [[1, 9, 3], [1, 2, 3]])
     )
-    found = Turns([plain, plain], [first, second]).first_differences
+    found = Turns([plain, plain], [one, two]).first_differences
     assert found == [{"row": 0, "position": 1}, {"row": 1, "position": 2}]
 
 
@@ -141,7 +129,7 @@ def test_what_is_timed_is_what_the_engine_streams() -> None:
     engine = Engine(tiny_model(), ByteTokenizer(), EngineConfig(batch_size=2, max_seq_len=64, compile=False))
     prompts, params = [random_ids(9), random_ids(5, seed=1)], [SamplingParams(max_tokens=12, ignore_eos=True)] * 2
     finished: list[int] = []
-    done = run(engine, prompts, params, finished=finished.append)
+    done = timing.run(engine, prompts, params, finished=finished.append)
     assert done.outputs == [c.tokens for c in engine.generate(prompts, params)]
     assert done.steady is not None and done.steady > 0 and sorted(finished) == [0, 1]
     assert done.completion == done.stats.decode_tokens_per_second
@@ -205,11 +193,11 @@ def test_the_prediction_meets_the_measurement_where_nothing_is_lost() -> None:
         drafted_by_position=[4000, 4000], accepted_by_position=[2000, 1000], rounds_by_gamma={2: 1000}, kv_bytes=7000,
     )  # fmt: skip
     turns = Turns([Run(plain, None, [])], [Run(speculative, None, [])])
-    assert alpha_of(speculative) == 0.5 and tokens_by_alpha(speculative, 0.5) == speculative.tokens_per_round == 1.75
+    assert (
+        alpha_of(speculative) == 0.5
+        and timing.tokens_by_alpha(speculative, 0.5) == speculative.tokens_per_round == 1.75
+    )
     assert turns.ratios() == [pytest.approx(1.25)] and turns.by_steps == pytest.approx(1.25)
-
-
-Record = dict[str, Any]
 
 
 @pytest.mark.parametrize(
@@ -224,9 +212,7 @@ Record = dict[str, Any]
         ([1.2, 1.1, 1.0], (None, "none")),
     ],
 )
-def test_a_crossing_is_where_the_line_stays_above_over_log2_of_the_context(
-    values: list[float], expected: tuple[float | None, str]
-) -> None:
+def test_a_crossing_is_where_the_line_stays_above_over_log2_of_the_context(values: list[float], expected: Any) -> None:
     found, (context, of_measured) = crossing([1000, 4000, 16000], values, 1.0), expected
     assert found["of_measured"] == of_measured
     assert found["context"] == (pytest.approx(context) if context else None)
@@ -238,7 +224,7 @@ def test_a_crossing_says_so_where_there_is_none() -> None:
     assert crossing([1000, 4000], [1.1, 0.9], 1.0)["phrase"] == "none up to 4,000"
 
 
-def measured(batch: int, context: int, steady: float) -> Record:
+def measured(batch: int, context: int, steady: float) -> dict[str, Any]:
     """As much of a point as the lengths are read from."""
     return {
         "batch": batch, "context": context, "policy": "streaming", "budget": 256, "gamma": 6,

@@ -216,6 +216,7 @@ def replicas_share_a_list_and_its_results_come_back_in_order(parallel: Parallel,
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 PROMPTS = [random_ids(300, seed=1), random_ids(47, seed=2), random_ids(5, seed=3)]
+PLAIN, WIDE = DraftConfig(), wide_config()
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 SAMPLED = [
     SamplingParams(max_tokens=16, temperature=0.8, seed=11, ignore_eos=True),
@@ -225,23 +226,18 @@ SAMPLED = [
 
 
 def engine_of(
-    parallel: Parallel | None,
-    draft: DraftConfig | None = None,
-    *,
-    config: ModelConfig | None = None,
-    draft_shape: ModelConfig | None = None,
-    **settings: Any,
+    parallel: Parallel | None, draft: DraftConfig = PLAIN, *, config: ModelConfig = WIDE, **settings: Any
 ) -> Engine:
     """An engine over the tiny model, or over this rank's part of it, and over a draft model where the draft names one.
 
     Two slots: of three prompts one waits.
     """
-    draft = draft or DraftConfig()
+    draft_shape = settings.pop("draft_shape", wide_config(n_layers=1))
     engine_config = EngineConfig(**{"batch_size": 2, "max_seq_len": 400, "device": "cpu", "compile": False} | settings)
     dtype = {"bf16": torch.bfloat16}.get(engine_config.dtype, torch.float32)
-    model, small = tiny_model(config or wide_config(), dtype=dtype), None
+    model, small = tiny_model(config, dtype=dtype), None
     if draft.draft_model is not None:
-        small = tiny_model(draft_shape or wide_config(n_layers=1), seed=0)
+        small = tiny_model(draft_shape, seed=0)
     if parallel is not None:
         parallel.group.shard(model)
         if small is not None:
@@ -261,10 +257,8 @@ def same_texts(together: Engine, alone: Engine, runs: Sequence[Any] = (GREEDY, S
 
 def compare(parallel: Parallel, draft: DraftConfig, *, sampled: bool = True, **settings: Any) -> list[Completion]:
     """Greedy texts of all ranks, which must be those of one alone, as sampled ones must, drafts and all."""
-    together, alone = (
-        engine_of(parallel, draft, **settings),
-        engine_of(None, dataclasses.replace(draft, draft_tp=None), **settings),
-    )
+    together = engine_of(parallel, draft, **settings)
+    alone = engine_of(None, dataclasses.replace(draft, draft_tp=None), **settings)
     return same_texts(together, alone, [GREEDY, SAMPLED] if sampled else [GREEDY])[0]
 
 
