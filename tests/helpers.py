@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.fast.cpu.packing import pack_linears
 from gpt_fast_sd.model import FORMATS, CacheFormat, CausalSelf, ModelConfig, Transformer
 from gpt_fast_sd.sampling import SamplingTable
 
@@ -86,6 +87,12 @@ def tiny_engine(
     """An eager engine of 2 slots of 512 tokens on the CPU, around the tiny model unless another is given."""
     wanted: dict[str, Any] = {"batch_size": 2, "max_seq_len": 512, "device": "cpu", "compile": False} | settings
     return Engine(model or tiny_model(), tokenizer, EngineConfig(**wanted), draft, draft_model, parallel=parallel)
+
+
+def pack_or_skip(model: nn.Module, *, few_rows: bool = False) -> None:
+    """Pack a model's weights for the kernels of this CPU, if they can be built."""
+    if not pack_linears(model, few_rows=few_rows):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
 
 
 SIZES = {

@@ -1,14 +1,20 @@
-"""Fixtures of the tests of the engine: what compiles, or stands in for it, and how many threads there are."""
+"""Fixtures of the tests of the engine: what compiles and captures, or stands in for it, and how many threads are."""
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from gpt_fast_sd.fast.compile import CompiledStep, can_compile
+from gpt_fast_sd.fast.devices import TRAITS
+from gpt_fast_sd.serving.cuda_graphs import GraphPool
+from tests.gpuless.pools import RULES, Cuda, stand_in
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +31,22 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     graphs = list[torch.fx.GraphModule]()
     monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graphs.append(graph) or graph)
     return graphs
+
+
+@pytest.fixture
+def rule() -> str:
+    """The version of torch by whose rules memory of captures lives."""
+    return RULES[-1]
+
+
+@pytest.fixture
+def cuda(rule: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    """Engines on the CPU capture."""
+    gc.collect()
+    monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cpu"], captures=True))
+    monkeypatch.setattr(GraphPool, "_alive", weakref.WeakSet())  # no other test's engine holds streams here
+    with stand_in(rule) as cuda:
+        yield cuda
 
 
 @pytest.fixture(autouse=True)

@@ -88,12 +88,8 @@ def unread(x: Tensor, last: Tensor) -> Tensor:
     return x.masked_fill((torch.arange(x.shape[1]) > last[:, None])[..., None], float("nan"))
 
 
-SIZES = {
-    "n_rows": st.integers(1, 6),
-    "gamma": st.integers(0, 5),
-    "vocab_size": st.integers(1, 7),
-    "seed": st.integers(0, 2**32 - 1),
-}
+MOST = {"n_rows": (1, 6), "gamma": (0, 5), "vocab_size": (1, 7), "seed": (0, 2**32 - 1)}
+SIZES = {name: st.integers(*ends) for name, ends in MOST.items()}
 
 
 @settings(deadline=None, max_examples=80)
@@ -135,14 +131,9 @@ def test_a_rejection_that_leaves_no_residual_draws_from_p() -> None:
         assert outcome(result) == [(0, 1)]
 
 
-# ---- where it runs -------------------------------------------------------------------------------------------------
-
-
 # ---- what is committed, and planned ----------------------------------------------------------------------------------
 
-
-VOCAB = 7
-HISTORY = 24
+VOCAB, HISTORY = 7, 24
 
 
 @st.composite
@@ -251,9 +242,8 @@ def test_what_a_round_needs_from_the_host_is_taken_from_the_live_requests_alone(
 
 def test_a_plan_to_capture_knows_nothing_of_the_rows_that_are_live() -> None:
     params = [SamplingParams(temperature=0.5, top_k=3)]
-    plan = RoundPlan.of(
-        {0: 19, 2: 9}, params, gamma=3, ahead=2, number=7, follows_a_draft=False, drafted_at={0: 5, 2: 9}
-    )
+    more = {"gamma": 3, "ahead": 2, "number": 7, "follows_a_draft": False, "drafted_at": {0: 5, 2: 9}}
+    plan = RoundPlan.of({0: 19, 2: 9}, params, **more)
     assert plan.to_capture(509) == RoundPlan(gamma=3, n_keys=509, kind=Kind(True, True), captured=True)
     assert plan.any_drafted_within(5) and not plan.any_drafted_within(4) and plan.to_capture(509).any_drafted_within(0)
 

@@ -6,52 +6,49 @@ import dataclasses
 import gc
 import time
 import warnings
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.fast.compile import CompiledStep
+from gpt_fast_sd import Engine, SamplingParams
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.sampling import GREEDY, Kind
-from gpt_fast_sd.serving.cuda_graphs import GraphPool
 from gpt_fast_sd.serving.launch import Rounds
 from gpt_fast_sd.serving.requests import Request
 from gpt_fast_sd.state import RoundPlan
 from measuring import turns
 from measuring.card import time_split
 from tests.drafts import draft_of
-from tests.gpuless.pools import RULES, Cuda, stand_in
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.gpt_fast_sd.policies.drafting import tokens_of
+from tests.gpuless.pools import Cuda
+from tests.helpers import ahead, random_ids, tiny_config, tiny_engine, tiny_model
 
 PROMPTS = [random_ids(n, seed=n) for n in (100, 1, 300)]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 KINDS = [GREEDY, Kind(True, False), Kind(True, True)]
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    """Engines on the CPU capture."""
-    gc.collect()
-    monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cpu"], captures=True))
-    monkeypatch.setattr(GraphPool, "_alive", weakref.WeakSet())  # no other test's engine holds streams here
-    with stand_in(RULES[-1]) as cuda:
-        yield cuda
-
-
 def engine(policy: str = "streaming", *, gamma: int | str = 2, **changes: Any) -> Engine:
-    config = {"batch_size": 3, "max_seq_len": 700, "device": "cpu", "dtype": "fp32", "compile": False} | changes
     draft = dataclasses.replace(draft_of(policy, budget=96), gamma=gamma)
     small = tiny_model(tiny_config(n_layers=1), seed=1) if draft.draft_model else None
-    return Engine(tiny_model(tiny_config(n_layers=2)), None, EngineConfig(**config), draft, small)
+    return tiny_engine(draft, small, **{"batch_size": 3, "max_seq_len": 700} | changes)
 
 
 def tokens(one: Engine, params: SamplingParams = PARAMS) -> list[list[int]]:
-    return [completion.tokens for completion in one.generate(PROMPTS, params)]
+    return tokens_of(one.generate(PROMPTS, params))
+
+
+def by_its_clock(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, slow: float = 0.0) -> None:
+    """A round takes the device 10 ms, the host itself no time, and a capture so long."""
+    cuda.work, cuda.slow = 0.01, slow
+    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
+
+
+def after(monkeypatch: pytest.MonkeyPatch, cuda: Cuda, seconds: float, owner: Any, name: str) -> None:
+    """Let the clock go on by so much ahead of each call of a method."""
+    ahead(monkeypatch, owner, name, lambda *_, **how: setattr(cuda, "clock", cuda.clock + seconds))
 
 
 # ---- what must not happen in a capture -------------------------------------------------------------------------------
@@ -97,11 +94,11 @@ def test_a_capture_makes_no_handle_and_collects_no_garbage_and_leaves_the_collec
 
 
 @pytest.mark.parametrize("policy", ["streaming", "guided", "snapkv", "hierarchy"])
+@pytest.mark.usefixtures("traced")
 def test_a_captured_plan_compiles_nothing_that_a_warm_up_has_not(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo's work in a capture would be a failure, not a delay: compiled rounds, as on CUDA, over each view."""
     monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cuda"], captures=False))
-    monkeypatch.setattr(CompiledStep, "_inductor", lambda step, graph, inputs: graph.forward)  # traced, not built
-    one = engine(policy, gamma=2, compile=True, max_seq_len=1500)
+    one = engine(policy, compile=True, max_seq_len=1500)
     one.warm_up()
     rounds, policy_ = one.schedule.rounds, one.policy
     assert policy_
@@ -118,18 +115,9 @@ def test_a_captured_plan_compiles_nothing_that_a_warm_up_has_not(policy: str, mo
                     one.cache.seq_len.fill_(300)
                     plan = RoundPlan(gamma=gamma, n_keys=in_view - gamma, kind=kind, captured=True)
                     rounds.device_round(plan)
-    assert rounds.graphs + policy_.graphs == before > 0
-
-
-def test_logits_are_of_the_graph_that_rounds_have_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cuda"], captures=False))
-    monkeypatch.setattr(CompiledStep, "_inductor", lambda step, graph, inputs: graph.forward)
-    one = engine("off", compile=True)
-    tokens(one)
-    decode = one.schedule.rounds.decode
-    before = decode.graphs
-    one.logits(PROMPTS[0], last=1)
-    assert decode.graphs == before > 0
+    assert rounds.graphs + policy_.graphs == before > 0 < (of_steps := rounds.decode.graphs)
+    one.logits(PROMPTS[0], last=1)  # of the graph that rounds have
+    assert rounds.decode.graphs == of_steps
 
 
 # ---- seconds ---------------------------------------------------------------------------------------------------------
@@ -140,29 +128,23 @@ def test_a_consumer_that_works_between_rounds_makes_no_tokens_faster(
     consumer: float, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device goes on meanwhile: 10 ms of its clock are 10 ms, however long anybody prints."""
-    one = engine(gamma=2)
+    one = engine()
     tokens(one, dataclasses.replace(PARAMS, max_tokens=40))  # all that has to be captured is
-    cuda.work = 0.01
-    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)  # the host itself takes no time
+    by_its_clock(cuda, monkeypatch)
     for _ in one.stream(PROMPTS, dataclasses.replace(PARAMS, max_tokens=40)):
         cuda.clock += consumer
     stats = one.stats
     assert stats.device_seconds == pytest.approx(0.01 * stats.rounds) and stats.rounds > 10
     assert stats.decode_seconds == pytest.approx(stats.device_seconds) and stats.host_seconds == pytest.approx(0)
     assert stats.capture_seconds == 0 and stats.as_dict()["device_seconds"] == stats.device_seconds
+    assert time_split(stats) == {"rounds on the device": "100%", "host": "0%"}  # and no parts that nobody timed
 
 
 def test_a_slow_host_is_charged_where_the_device_waits_for_it(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = engine(gamma=2)
+    one = engine()
     tokens(one)
-    cuda.work, launch = 0.01, one.schedule.rounds.launch
-
-    def slowly(*args: Any, **how: Any) -> Any:
-        cuda.clock += 0.03
-        return launch(*args, **how)
-
-    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
-    monkeypatch.setattr(one.schedule.rounds, "launch", slowly)
+    by_its_clock(cuda, monkeypatch)
+    after(monkeypatch, cuda, 0.03, one.schedule.rounds, "launch")
     tokens(one)
     assert one.stats.decode_seconds == pytest.approx(one.stats.rounds * 0.03, rel=0.4)
     assert one.stats.decode_seconds >= one.stats.rounds * 0.03
@@ -175,8 +157,7 @@ def test_the_planner_learns_what_the_device_took_and_nothing_of_captures(
     one.warm_up()
     monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: 1)
     monkeypatch.setattr(one.schedule.planner, "record_whole", lambda *args: learned.append(args[2]))
-    cuda.work, cuda.slow = 0.01, 1000.0
-    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
+    by_its_clock(cuda, monkeypatch, slow=1000.0)
     for _ in one.stream(PROMPTS, dataclasses.replace(PARAMS, max_tokens=30)):
         cuda.clock += 0.1
     known = [seconds for seconds in learned if seconds is not None]
@@ -188,8 +169,7 @@ def test_a_capture_of_a_refresh_alone_is_time_of_no_round(cuda: Cuda, monkeypatc
     one, learned = engine("snapkv", gamma=1), list[float | None]()
     one.warm_up()
     monkeypatch.setattr(one.schedule.planner, "record_whole", lambda *args: learned.append(args[2]))
-    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
-    cuda.work, cuda.slow = 0.01, 1000.0
+    by_its_clock(cuda, monkeypatch, slow=1000.0)
     one.generate([random_ids(80)], dataclasses.replace(PARAMS, max_tokens=40))
     keys = {key[0] for key in one.schedule.rounds._captured}
     assert "refresh" in keys and one.stats.capture_seconds >= 2000
@@ -203,15 +183,9 @@ def test_a_host_that_the_device_waits_for_counts_beside_it(
     """A round with none in flight before and behind it is as long as both, else as long as the longer one."""
     one = engine("off")
     tokens(one)
-    cuda.work, commit = 0.01, Request.commit
-
-    def slowly(self: Request, *args: Any) -> Any:
-        cuda.clock += 0.004
-        return commit(self, *args)
-
+    by_its_clock(cuda, monkeypatch)
     monkeypatch.setattr(Rounds, "results_behind", behind)
-    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
-    monkeypatch.setattr(Request, "commit", slowly)
+    after(monkeypatch, cuda, 0.004, Request, "commit")
     one.generate([random_ids(5)], dataclasses.replace(PARAMS, max_tokens=20))
     assert one.stats.decode_seconds == pytest.approx(one.stats.rounds * seconds, abs=0.005) and one.stats.rounds == 20
 
@@ -233,19 +207,10 @@ def test_a_first_round_of_a_kind_teaches_nothing(cuda: Cuda, monkeypatch: pytest
 
 def test_the_time_of_captures_is_in_no_speed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 ms a round of three rows and more tokens, though each capture takes a quarter of an hour."""
-    one = engine(gamma=2)
-    cuda.work, cuda.slow = 0.01, 1000.0
-    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
+    one = engine()
+    by_its_clock(cuda, monkeypatch, slow=1000.0)
     found = turns.run(one, PROMPTS, [dataclasses.replace(PARAMS, max_tokens=24)] * 3)
     assert found.stats.capture_seconds >= 1000 and found.steady and found.steady >= 290 <= found.completion
-
-
-def test_the_card_names_no_parts_of_rounds_that_nobody_timed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = engine()
-    cuda.work = 0.01
-    monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
-    tokens(one)
-    assert time_split(one.stats) == {"rounds on the device": "100%", "host": "0%"}
 
 
 # ---- where a capture is refused --------------------------------------------------------------------------------------
@@ -258,15 +223,13 @@ class ReadsTheHost(Exception):
 def unlucky(error: Exception, cuda: Cuda, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     """Captures end with the error so many times; what is returned counts them."""
     left = [times]
-    reach = cuda.reach
 
     def reached(at: str) -> None:
         if at == "end" and left[0]:
             left[0] -= 1
             raise error
-        reach(at)
 
-    monkeypatch.setattr(cuda, "reach", reached)
+    ahead(monkeypatch, cuda, "reach", reached)
     return left
 
 
@@ -297,7 +260,7 @@ def test_a_round_that_cannot_be_captured_runs_as_it_is_and_says_so_once(
 def test_parts_that_cannot_be_captured_are_tried_twice_each_and_never_again(
     policy: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = engine(policy, gamma=2)
+    one = engine(policy)
     one.warm_up()
     left = unlucky(ReadsTheHost("a value was read"), cuda, monkeypatch, 1000)
     with pytest.warns(UserWarning, match="cannot be captured"):
@@ -306,25 +269,6 @@ def test_parts_that_cannot_be_captured_are_tried_twice_each_and_never_again(
     assert 1000 - left[0] == 2 * len(keys) and (len(keys) > 1 or policy == "streaming")
     tokens(one, dataclasses.replace(PARAMS, max_tokens=30))
     assert 1000 - left[0] == 2 * len(keys)
-
-
-def test_ranks_that_share_a_round_do_not_fall_back_one_by_one(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = engine()
-    one.warm_up()
-    one.schedule.rounds.falls_back = False
-    unlucky(ReadsTheHost("on one of them"), cuda, monkeypatch, 1)
-    with pytest.raises(ReadsTheHost, match="on one of them"):
-        tokens(one)
-
-
-def test_a_lack_of_memory_behind_a_failed_end_of_a_capture_is_seen(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = engine()
-    one.warm_up()
-    late = RuntimeError("operation failed due to a previous error during capture")
-    late.__context__ = torch.OutOfMemoryError("no memory")
-    unlucky(late, cuda, monkeypatch, 1)
-    with pytest.raises(RuntimeError, match="previous error"):
-        tokens(one)
 
 
 def test_a_capture_that_failed_once_is_tried_again(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,12 +282,21 @@ def test_a_capture_that_failed_once_is_tried_again(cuda: Cuda, monkeypatch: pyte
     assert cuda.graphs
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), torch.AcceleratorError("CUDA error: lost")])
-def test_what_the_device_raises_in_a_capture_is_raised(
-    error: Exception, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+NO_MEMORY = torch.OutOfMemoryError("no memory")
+LATE = RuntimeError("operation failed due to a previous error during capture")
+LATE.__context__ = NO_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("error", "alone"),
+    [(NO_MEMORY, True), (torch.AcceleratorError("CUDA error: lost"), True), (LATE, True), (ReadsTheHost("one"), False)],
+)
+def test_what_the_device_raises_in_a_capture_is_raised_and_all_that_one_of_several_ranks_does(
+    error: Exception, alone: bool, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = engine()
     one.warm_up()
+    one.schedule.rounds.falls_back &= alone
     unlucky(error, cuda, monkeypatch, 1)
     with pytest.raises(type(error), match=str(error)):
         tokens(one)
@@ -359,8 +312,7 @@ def test_a_graph_of_a_wider_kind_serves_a_narrower_batch(cuda: Cuda) -> None:
     expected = [tokens(other, params) for params in (PARAMS, sampled, filtered)]
     one.warm_up([filtered])
     tokens(one, filtered)  # all three kinds are called, and graphs of rows that filter are captured
-    before = len(cuda.captures)
-    rounds = one.schedule.rounds
+    before, rounds = len(cuda.captures), one.schedule.rounds
     rounds._captured = {key: graph for key, graph in rounds._captured.items() if key[2] == KINDS[2]}
     rounds.most_steps = rounds._steps_held  # there is no room for more
     assert [tokens(one, params) for params in (PARAMS, sampled, filtered)] == expected
@@ -371,8 +323,7 @@ def test_kinds_that_are_known_are_compiled_before_and_shown_as_progress(cuda: Cu
     one, told = engine(), list[tuple[str, int, int]]()
     one.on_progress = lambda *args: told.append(args)
     one.warm_up([dataclasses.replace(PARAMS, temperature=0.9, top_p=0.9)])
-    kinds = told
-    assert kinds[-5:] == [("warm up", i, 4) for i in range(5)]  # two gammas, of rows that sample and that filter
+    assert told[-5:] == [("warm up", i, 4) for i in range(5)]  # two gammas, of rows that sample and that filter
     assert all(one.schedule.rounds.is_warm(gamma, kind) for gamma in (2, 0) for kind in KINDS)
     told.clear()
     one.warm_up([PARAMS])

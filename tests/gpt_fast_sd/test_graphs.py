@@ -30,7 +30,7 @@ from gpt_fast_sd.serving.cuda_graphs import GraphPool
 from gpt_fast_sd.tp import Parallel
 from measuring.replay import Replay
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, tokens_of
-from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in
+from tests.gpuless.pools import RULES, Cuda, Event, Graph
 from tests.helpers import ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -49,16 +49,6 @@ ONE_RULE = pytest.mark.parametrize("rule", ["2.13"])  # for what depends on no v
 @pytest.fixture(params=few(RULES, RULES[-1:]))
 def rule(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture
-def cuda(rule: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    """Engines on the CPU capture, by the rules of each version of torch."""
-    gc.collect()
-    monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cpu"], captures=True))
-    monkeypatch.setattr(GraphPool, "_alive", weakref.WeakSet())  # no other test's engine holds streams here
-    with stand_in(rule) as cuda:
-        yield cuda
 
 
 def engine(policy: str = "streaming", gamma: int | str = 2, **changes: Any) -> Engine:
@@ -108,7 +98,11 @@ def test_an_engine_that_goes_takes_nothing_along_that_another_needs(steady: Engi
     gc.collect()
 
 
-def test_many_pools_leave_alone_the_streams_of_one_that_stays(steady: Engine) -> None:
+def test_pools_and_graphs_of_others_leave_alone_the_streams_of_one_that_stays(steady: Engine) -> None:
+    timed, x = torch.cuda.CUDAGraph(), torch.ones(4, 4)
+    with torch.cuda.graph(timed):  # on torch's own capture stream
+        x @ x
+    del timed
     for _ in range(20):  # torch hands out 32 streams cyclically
         pool = GraphPool(steady.device)
         pool(lambda: torch.ones(2, 2) @ torch.ones(2, 2))()
@@ -122,13 +116,6 @@ def test_an_engine_is_refused_where_others_have_all_streams(cuda: Cuda) -> None:
         engine()
     pools[3].close()
     engine()
-
-
-def test_the_graphs_of_others_on_torchs_own_capture_stream_are_no_matter(steady: Engine) -> None:
-    timed, x = torch.cuda.CUDAGraph(), torch.ones(4, 4)
-    with torch.cuda.graph(timed):
-        x @ x
-    del timed
 
 
 @ONE_RULE
@@ -282,20 +269,13 @@ def test_a_closed_engine_holds_no_graph_and_refuses_calls_in_one_sentence(cuda: 
         next(stream)
     one.close()  # the end of the block has closed it
     assert not cuda.graphs and one.schedule.rounds.captured == 0
-    calls: list[Callable[[], Any]] = [
-        lambda: tokens(one),
-        lambda: one.stream(PROMPTS, GREEDY),
-        lambda: one.check(PROMPTS, GREEDY),
-        lambda: one.warm_up(),
-        lambda: one.logits([1, 2, 3]),
-        lambda: one.redraft(DraftConfig(policy="off")),
-        lambda: setattr(one, "policy", None),
-        lambda: one.__enter__(),
-        lambda: list(stream),
-    ]
-    for call in calls:
+    for call, args in (
+        (one.generate, [PROMPTS]), (one.stream, [PROMPTS]), (one.check, [PROMPTS]), (one.warm_up, []), (list, [stream]),
+        (one.logits, [[1, 2, 3]]), (one.redraft, [DraftConfig()]), (setattr, [one, "policy", None]),
+        (one.__enter__, []),
+    ):  # fmt: skip
         with pytest.raises(RuntimeError, match=f"^{CLOSED}$"):
-            call()
+            call(*args)
 
 
 @ONE_RULE
@@ -303,11 +283,7 @@ def test_a_pool_is_closed_even_where_letting_rounds_go_fails(cuda: Cuda, monkeyp
     """Otherwise its two streams would be lost for as long as the engine is in scope."""
     one = engine()
     tokens(one)
-
-    def forget() -> None:
-        raise RuntimeError("something odd")
-
-    monkeypatch.setattr(one.schedule.rounds, "forget", forget)
+    failing_once(monkeypatch, one.schedule.rounds, "forget", RuntimeError("something odd"))
     with pytest.raises(RuntimeError, match="something odd"):
         one.close()
     assert one.schedule.rounds.capture not in GraphPool._alive and not cuda.graphs
@@ -352,14 +328,12 @@ def test_a_batch_job_ends_its_group_when_it_is_done(
     cuda: Cuda, grouped: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_hugging_face(tiny_model(), tmp_path / "model", dtype=torch.float32)
-    lines = [json.dumps({"prompt": ids, "max_tokens": 5}) for ids in PROMPTS[:3]]
-    (tmp_path / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    asked, done = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": ids, "max_tokens": 5}) + "\n" for ids in PROMPTS[:3]))
     monkeypatch.setattr(batch, "join", lambda args: grouped)
-    flags = ["--model", str(tmp_path / "model"), "--no-compile", "--gamma", "2", "--budget", "16"]
-    sizes = ["--batch-size", "2", "--max-seq-len", "400"]
-    batch.main([str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *flags, *sizes])
-    assert "process group destroyed" in cuda.events
-    assert len((tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()) == 3
+    flags = "--no-compile --gamma 2 --budget 16 --batch-size 2 --max-seq-len 400".split()
+    batch.main([str(asked), str(done), "--model", str(tmp_path / "model"), *flags])
+    assert "process group destroyed" in cuda.events and len(done.read_text().splitlines()) == 3
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -370,9 +344,7 @@ def out_of_memory() -> Exception:
 
 
 def device_error() -> Exception:
-    return torch.AcceleratorError(
-        "CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later"
-    )
+    return torch.AcceleratorError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported late")
 
 
 ERRORS: dict[str, Callable[[], Exception]] = {"2.11": out_of_memory, "2.13": lambda: RuntimeError("something odd")}
@@ -381,42 +353,37 @@ BROKEN = r"^the device failed \(CUDA error: device-side assert triggered\): buil
 
 def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception, after: int = 0) -> None:
     """Let a method fail at a call, and at no other."""
-    real, calls = getattr(owner, name), itertools.count()
+    calls = itertools.count()
 
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def fail(*args: Any, **kwargs: Any) -> None:
         if next(calls) == after:
             raise error
-        return real(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, method)
+    ahead(monkeypatch, owner, name, fail)
 
 
 STEPS: dict[str, Callable[[Engine], tuple[Any, str, int]]] = {
     "prefill": lambda one: (one._prefill, "chunk", 1),
+    "verification": lambda one: (one.schedule.rounds, "feed", 0),
+    "judgement": lambda one: (one.schedule.rounds, "accept_compiled", 0),
+    "collection": lambda one: (one.schedule, "_collect", 1),
     "admission of the third": lambda one: (one.policy, "host_admit", 2),
     "renewal": lambda one: (one.policy, "host_before_round", 1),
     "draft": lambda one: (one.policy, "propose", 0),
-    "verification": lambda one: (one.schedule.rounds, "feed", 0),
-    "judgement": lambda one: (one.schedule.rounds, "accept_compiled", 0),
     "observation": lambda one: (one.policy, "device_after_verify", 0),
-    "collection": lambda one: (one.schedule, "_collect", 1),
 }
+FAILED = [("quest", "draft"), *(("guided", step) for step in STEPS), ("quest", "renewal")]
 
 
-@pytest.mark.parametrize(
-    ("policy", "step"),
-    few(
-        [*(("guided", step) for step in STEPS), *(("quest", step) for step in ("renewal", "draft"))],
-        [*(("guided", step) for step in ("prefill", "verification", "judgement", "collection")), ("quest", "draft")],
-    ),
-)
+@pytest.mark.parametrize(("policy", "step"), few(FAILED, FAILED[:5]))
 def test_an_engine_works_after_a_step_failed(
     policy: str, step: str, rule: str, cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, error = engine(policy), ERRORS[rule]()
     one.generate(PROMPTS[:1], GREEDY)  # graphs of this kind of rows are there
+    owner, name, after = STEPS[step](one)
     with monkeypatch.context() as failing:
-        failing_once(failing, *STEPS[step](one)[:2], error, STEPS[step](one)[2])
+        failing_once(failing, owner, name, error, after)
         with pytest.raises(type(error)) as told:
             tokens(one, SAMPLED)
     assert told.value is error and not one._access.running and not one.state.active.any()
@@ -449,9 +416,7 @@ def test_timing_that_fails_puts_back_what_it_changed(
     assert not one.state.active.any() and torch.equal(one.cache.seq_len, before)
 
 
-def test_a_capture_that_failed_leaves_an_engine_that_works(
-    steady: Engine, cuda: Cuda, expected: list[list[int]]
-) -> None:
+def test_an_engine_works_after_a_failed_capture(steady: Engine, cuda: Cuda, expected: list[list[int]]) -> None:
     for at in ("capture", "replay"):
         cuda.fail(at, out_of_memory())
         with pytest.raises(torch.OutOfMemoryError):

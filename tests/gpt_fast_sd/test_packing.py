@@ -47,7 +47,7 @@ from gpt_fast_sd.fast.ops import int8
 from gpt_fast_sd.model import Transformer, load_model, save_hugging_face
 from gpt_fast_sd.quantization.table import int4_in_blocks
 from tests.gpt_fast_sd.fast.test_cpu import body, needs_kernel  # noqa: F401  needs_kernel asks for body
-from tests.helpers import few, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import few, pack_or_skip, random_ids, tiny_config, tiny_engine, tiny_model
 
 BF16 = torch.bfloat16
 
@@ -99,13 +99,13 @@ def test_numbers_on_such_steps_and_constants_and_zeros_are_kept_as_they_are() ->
     weight = (levels * scale - (7.5 * scale).half().float()).flatten(1)
     weight[5, :32], weight[6], weight[7, 64:] = 0.25, 0, 0
     # the line through them is found to the digits of fp16
-    torch.testing.assert_close(dequantize_blocks(quantize_blocks(weight), torch.float32), weight, rtol=1e-3, atol=1e-4)
-    assert not dequantize_blocks(quantize_blocks(weight), torch.float32)[6].any()
+    got = dequantize_blocks(quantize_blocks(weight), torch.float32)
+    torch.testing.assert_close(got, weight, rtol=1e-3, atol=1e-4)
+    assert not got[6].any()
 
 
 def test_blocks_that_are_a_weight_but_for_powers_of_two_are_known() -> None:
-    held = quantize_blocks(weight_of(6, 64).to(BF16))
-    held = held._replace(power=torch.ones(6))
+    held = quantize_blocks(weight_of(6, 64).to(BF16))._replace(power=torch.ones(6))
     weight = dequantize_blocks(held, BF16)
     powers = torch.tensor([1.0, 4.0, 2.0**-9, 1.0, 2.0**13, 0.5])
     found = power_between(held, weight * powers.to(BF16)[:, None])
@@ -134,12 +134,9 @@ def test_the_product_in_pytorch_is_that_of_fp64(kind: str, most: float, off: flo
     """An int8 weight is off by up to 1/254 of its row's largest, which is nearly twice what is typical."""
     plain, x = Linear(192, 96, bias=bias).requires_grad_(False), torch.randn(3, 7, 192)
     plus = plain.bias.double() if bias else None
-    if kind == "int4":
-        linear: Any = Int4Linear(quantize_blocks(plain.weight), plain.bias, torch.float32)
-        weight = dequantize_blocks(linear.held, torch.float64)
-    else:
-        linear = Int8Linear(plain.weight, plain.bias)
-        weight = linear.weight * linear.scale.double()[:, None]
+    of_int4 = Int4Linear(quantize_blocks(plain.weight), plain.bias, torch.float32)
+    linear = of_int4 if kind == "int4" else Int8Linear(plain.weight, plain.bias)
+    weight = stood_for(linear)
     got, expected = linear(x), nn.functional.linear(x.double(), plain.weight.double(), plus)
     assert got.dtype == torch.float32 and got.shape == (3, 7, 96)
     assert 0 < (got - expected).norm() <= most * expected.norm()
@@ -172,7 +169,6 @@ def test_an_int8_weight_is_kept_to_half_a_step_of_its_rows_scale(dtype: torch.dt
 
 # ---- packed products -------------------------------------------------------------------------------------------------
 
-
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 130]
 KINDS = {
     "bf16": PackedLinear, "int8": PackedInt8Linear, "int4": PackedInt4Linear, "int4 for few rows": SummedInt4Linear,
@@ -192,11 +188,6 @@ def linear_of(kind: str, n_out: int, n_in: int, *, bias: bool = False, dtype: to
     made = Int4Linear(quantize_blocks(plain.weight), plain.bias, dtype)
     made.scale.data *= torch.exp2(torch.arange(n_out) % 9 - 4.0)  # powers of two, which multiply the sums
     return made
-
-
-def pack_or_skip(model: nn.Module, *, few_rows: bool = False) -> None:
-    if not pack_linears(model, few_rows=few_rows):
-        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
 
 
 def packed(kind: str, n_out: int, n_in: int, *, bias: bool = False) -> Linear:
@@ -382,9 +373,8 @@ def test_what_is_saved_of_it_is_a_weight_in_the_dtype_it_was_made_from(kind: str
 # ---- a model of them -------------------------------------------------------------------------------------------------
 
 
-def model_of(**changes: object) -> Transformer:
-    config = tiny_config(**{"dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "ffn_dim": 96, **changes})
-    return tiny_model(config).to(BF16).eval().requires_grad_(False)
+def model_of(**changes: Any) -> Transformer:
+    return tiny_model(tiny_config(**{"dim": 64, "head_dim": 32, "ffn_dim": 96} | changes), dtype=BF16)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -397,13 +387,11 @@ def test_a_packed_model_is_used_like_the_model_itself(tied: bool, tmp_path: Path
     assert (model.output.weight is model.embedding.weight) is tied
     assert not model.output.weight.equal(before["output.weight"])  # another order
     assert model.embedding(tokens).equal(looked_up)
-    after = model.state_dict()
-    assert after.keys() == before.keys() and all(after[name].equal(before[name]) for name in before)
     save_hugging_face(model, tmp_path, dtype=BF16)
-    again = load_model(tmp_path, dtype=BF16)
-    assert all(again.state_dict()[name].equal(before[name]) for name in before)
-    with torch.no_grad():
-        model.layers[0].attention.wo.weight.zero_()
+    for again in (model, load_model(tmp_path, dtype=BF16)):
+        after = again.state_dict()
+        assert after.keys() == before.keys() and all(after[name].equal(before[name]) for name in before)
+    model.layers[0].attention.wo.weight.zero_()
     model.load_state_dict(before)
     assert all(model.state_dict()[name].equal(value) for name, value in before.items())
 
@@ -416,25 +404,18 @@ def test_a_packed_model_is_used_like_the_model_itself(tied: bool, tmp_path: Path
         ("int4", 64, 64, torch.float16),
     ],
 )  # fmt: skip
-def test_pytorch_multiplies_what_the_kernel_does_not_serve(
-    kind: str, n_out: int, n_in: int, dtype: torch.dtype
-) -> None:
+def test_pytorch_multiplies_what_no_kernel_serves(kind: str, n_out: int, n_in: int, dtype: torch.dtype) -> None:
     linear, x = linear_of(kind, n_out, n_in, dtype=dtype), torch.randn(2, n_in).to(dtype)
     own, expected = type(linear), linear(x)
     assert not pack_linears(linear) and type(linear) is own
     assert linear(x).equal(expected) and expected.dtype == dtype
 
 
-def test_inputs_that_64_does_not_divide_are_not_summed() -> None:
-    linear = linear_of("int4", 64, 96)
-    pack_or_skip(linear, few_rows=True)
-    assert type(linear) is PackedInt4Linear
-
-
-def test_packing_twice_packs_once() -> None:
-    linear = packed("bf16", 64, 64)
+def test_packing_twice_packs_once_and_inputs_that_64_does_not_divide_are_not_summed() -> None:
+    linear, other = packed("bf16", 64, 64), linear_of("int4", 64, 96)
     weight = linear.weight.clone()
     assert not pack_linears(linear) and linear.weight.equal(weight)
+    assert pack_linears(other, few_rows=True) and type(other) is PackedInt4Linear
 
 
 @pytest.mark.parametrize("decodes", few([False, True], [False]))
@@ -474,9 +455,6 @@ def test_a_weight_that_two_models_share_is_read_as_it_was_packed(few_rows: bool)
     pack_linears(nn.Sequential(other), few_rows=not few_rows)
     assert other(x).equal(one(x))
     torch.testing.assert_close(other(x), expected, rtol=2**-6, atol=1e-2)
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 def test_quantizing_packed_weights_is_refused() -> None:

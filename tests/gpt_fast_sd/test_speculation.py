@@ -117,7 +117,6 @@ def test_rounds_and_drafts_are_as_many_as_a_walk_by_hand_has(
     assert completion.tokens == list(range(41, 41 + n)) and completion.finish_reason == "length"
     stats = completion.stats
     assert (stats.rounds, stats.drafted_by_position, stats.accepted_by_position) == (rounds, drafted, accepted)
-    assert stats.tokens_per_round == n / rounds
     assert (one.stats.rounds, one.stats.drafted, one.stats.accepted) == (rounds, sum(drafted), sum(accepted))
 
 
@@ -210,8 +209,7 @@ def speculation_changes_nothing(name: str, gamma: int, group: int) -> bool:
     config = tiny_config(n_heads=n_heads, n_kv_heads=n_kv_heads, eos_ids=EOS_IDS)
     one = speculator(name, gamma, config)
     got = one.generate(PROMPTS, PARAMS)
-    assert max(one.stats.rounds_by_gamma) == gamma
-    assert one.stats.accepted > 0 or name == "lookup"
+    assert max(one.stats.rounds_by_gamma) == gamma and (one.stats.accepted > 0 or name == "lookup")
     return [(c.tokens, c.finish_reason) for c in got] == [(c.tokens, c.finish_reason) for c in plain(config)]
 
 
@@ -244,18 +242,15 @@ def test_accounts_add_up(name: str) -> None:
         assert not event.refused or event.refused[0] != event.tokens[-1]  # the target writes another one in its place
     done = [event.completion for event in events if event.completion]
     for completion in done:
-        mine = [event for event in events if event.index == completion.index]
-        stats = completion.stats
+        mine, stats = [event for event in events if event.index == completion.index], completion.stats
         assert [token for event in mine for token in event.tokens] == completion.tokens
         assert stats.rounds == len(mine) and stats.emitted == len(completion.tokens)
         assert (stats.drafted, stats.accepted) == (sum(e.drafted for e in mine), sum(e.accepted for e in mine))
         for by_position in (stats.drafted_by_position, stats.accepted_by_position):
             assert list(by_position) == sorted(by_position, reverse=True)
     assert len(done) == len(PROMPTS)
-    totals = one.stats
-    assert totals.decode_tokens == sum(c.stats.emitted for c in done)
-    assert totals.drafted == sum(c.stats.drafted for c in done)
-    assert totals.accepted == sum(c.stats.accepted for c in done)
+    totals, parts = one.stats, [(c.stats.emitted, c.stats.drafted, c.stats.accepted) for c in done]
+    assert [totals.decode_tokens, totals.drafted, totals.accepted] == [sum(each) for each in zip(*parts, strict=True)]
     assert totals.decode_seconds == pytest.approx(totals.draft_seconds + totals.verify_seconds + totals.host_seconds)
     assert [event for each in rounds for event in each.events] == events and len(rounds) == totals.rounds
     for part in ("draft_seconds", "verify_seconds", "prefill_seconds"):
@@ -352,13 +347,13 @@ def test_what_is_told_of_drafts_is_what_the_policy_proposed_and_read(
 
 @pytest.mark.parametrize("policy", few(VIEWS, ["streaming", "quest"]))
 def test_what_is_told_to_be_read_is_the_view_and_within_the_bytes_that_are_counted(policy: str) -> None:
-    one, config = speaker(policy), tiny_config()
+    one = speaker(policy)
     told = listen(one)
     assert one.policy
-    lengths = dict.fromkeys(range(3), 0)
+    lengths = [len(prompt) - 1 for prompt in TOLD]
     for each in told:
         for event in each.events:
-            length = len(TOLD[event.index]) - 1 + lengths[event.index]  # committed when the round began
+            length = lengths[event.index]  # committed when the round began
             lengths[event.index] += len(event.tokens)
             if not each.gamma:
                 assert not each.read
@@ -366,20 +361,15 @@ def test_what_is_told_to_be_read_is_the_view_and_within_the_bytes_that_are_count
             read = each.read[event.index]  # [S]
             last = length + each.gamma - 1
             assert read[last] == 1 and not read[last + 1 :].any()  # its own position, and none that is still to come
-            entries = float(read.sum()) * config.n_layers * config.n_kv_heads
-            counted = one.policy.view.entries_read(last + 1) * config.n_layers * config.n_kv_heads  # type: ignore
-            assert entries <= counted + 1e-2
+            assert float(read.sum()) <= one.policy.view.entries_read(last + 1) + 1e-3  # type: ignore[attr-defined]
             if policy == "streaming" and length > one.draft.budget:
                 in_view = [*range(one.draft.n_sink), *range(length - one.draft.budget + one.draft.n_sink, last + 1)]
                 assert read.nonzero().flatten().tolist() == in_view
-            if policy == "full":
-                assert entries == (last + 1) * config.n_layers * config.n_kv_heads
+            assert policy != "full" or float(read.sum()) == last + 1
     assert any(each.gamma for each in told)
 
 
-def test_looking_is_no_part_of_the_time_of_decoding_and_is_done_for_who_listens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_looking_is_no_part_of_the_time_of_decoding_and_is_done_for_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     one, looks = speaker("streaming"), list[float]()
     monkeypatch.setattr("gpt_fast_sd.serving.launch.time.perf_counter", lambda: sum(looks))
     ahead(monkeypatch, one.policy, "positions_read", lambda pos: looks.append(100.0))
@@ -392,10 +382,7 @@ def test_looking_is_no_part_of_the_time_of_decoding_and_is_done_for_who_listens(
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
-
 MAX_LEN = 3 * SPLIT
-
-
 CROSSING = [random_ids(n, seed=n) for n in (2 * SPLIT - 3, 3, 2 * SPLIT - 12)]  # rounds reach over the end of a split
 
 
@@ -493,11 +480,7 @@ def test_a_compiled_policy_is_the_eager_one_and_is_compiled_when_the_engine_warm
     got = tokens_of(compiled.generate(prompts, params))
     assert sorted(compiled.stats.rounds_by_gamma) == [0, 1, 2, 3, 4] and compiled.stats.recompiles == 0
     assert got == tokens_of(eager.generate(prompts, params))
-    if draft.view_name in (
-        "snapkv",
-        "quest",
-        "guided",
-    ):  # fp32 sums in another order: a draft may flip where logits nearly tie
+    if draft.view_name in ("snapkv", "quest", "guided"):  # fp32 sums in another order: a draft may flip at a near tie
         assert abs(compiled.stats.accepted - eager.stats.accepted) <= 0.02 * eager.stats.drafted
     else:
         assert compiled.stats.drafted_by_position == eager.stats.drafted_by_position
