@@ -14,7 +14,7 @@ from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
 from .bodies import CORE, Bodies
 from .kv import DenseKV
-from .steps import Runner, span
+from .steps import Runner, size_carrier
 
 CHUNK = SPLIT  # prompt tokens of the last call; a divisor of the capacity, so that padding stays below it
 
@@ -148,7 +148,7 @@ class Prefill:
 
     def feed(self, slot: int, tokens: Tensor, start: int) -> None:
         """Write the keys and values of tokens int64 [T], on the device, from position start on; T is one of sizes."""
-        cache = self.runner.cache
-        pos = torch.arange(start, start + len(tokens), device=self.runner.device)[None]  # [1, T]
-        n_splits_carrier, bodies = span(cache, start + len(tokens), compiled=self._step.compiles), self.runner.bodies
-        self._step(self.runner.model, tokens[None], pos, cache.slot(slot), n_splits_carrier, bodies)
+        runner, cache = self.runner, self.runner.cache
+        pos = torch.arange(start, start + len(tokens), device=runner.device)[None]  # [1, T]
+        n_splits_carrier = size_carrier(cache, start + len(tokens), compiled=self._step.compiles)
+        self._step(runner.model, tokens[None], pos, cache.slot(slot), n_splits_carrier, runner.bodies)

@@ -29,7 +29,7 @@ from .draft import Draft, Drafter
 from .kv import DenseKV
 from .sampling import ACCEPT_STREAM, TARGET_STREAM, Kind
 from .state import BatchState, RoundPlan
-from .steps import Runner, span, varying
+from .steps import Runner, size_carrier, varying
 
 
 class Round:
@@ -76,7 +76,7 @@ class Round:
         step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
         if step.compiles and step is self.verify and not self.width:
             varying(tokens, pos)
-        n_splits_carrier = span(cache, self.in_view(n_keys), compiled=step.compiles)
+        n_splits_carrier = size_carrier(cache, self.in_view(n_keys), compiled=step.compiles)
         # with several threads a library may sum one row of a product in a different order than the next
         with one_thread() if self.width else contextlib.nullcontext():
             out: tuple[Tensor, Tensor | None] = step(

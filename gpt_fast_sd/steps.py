@@ -124,7 +124,7 @@ def splits_in_view(cache: KVCache, n_keys: int) -> int:
     return min(cache.splits(n_keys), cache.capacity // SPLIT)
 
 
-def span(cache: KVCache, n_keys: int, *, compiled: bool = True) -> Tensor:
+def size_carrier(cache: KVCache, n_keys: int, *, compiled: bool = True) -> Tensor:
     """[n_splits, 0]: how many key splits are in view for the first n_keys positions, as a size.
 
     A size may vary without a recompile, whereas a number would be baked in. compiled: whether the step that it is for

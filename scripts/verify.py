@@ -102,7 +102,7 @@ def soaked(engine: Engine, args: argparse.Namespace, rows: list[list[int]]) -> I
     """The finding of a soak over all policies that need no draft model, each with a fixed gamma and auto."""
     common = grid.draft_fields(grid.in_common(vars(args)))
     known = [name for name in grid.known_drafters() if not grid.has_a_model(name)]
-    known = [name for name in known if engine.cache.format.planes or not policy_class(name).of_planes]
+    known = [name for name in known if engine.cache.format.planes or not policy_class(name).needs_planes]
     settings, _ = grid.buildable(grid.settings_of(known, [args.budget]), [args.gamma], common)
     drafts = [DraftConfig(), *(one.draft(gamma, common) for one in settings for gamma in (args.gamma, "auto"))]
     tell, seconds = engine.on_progress or (lambda what, done, of: None), 60 * args.soak

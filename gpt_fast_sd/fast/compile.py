@@ -51,7 +51,7 @@ class CompiledStep(Step):
         self._backend = functools.partial(_backend, weakref.ref(self))
         self._codes: list[types.CodeType] = []  # of the variants
         weakref.finalize(self, _forget, self._codes)
-        importlib.import_module("torch._dynamo")  # before sizes are marked, see steps.span
+        importlib.import_module("torch._dynamo")  # before sizes are marked, see steps.size_carrier
 
     def __call__(self, *args: Any, variant: Hashable = None) -> Any:
         """Call the step. variant: a key for differences in the arguments that need a graph of their own.

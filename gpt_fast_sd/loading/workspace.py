@@ -64,7 +64,7 @@ class Workspace:
         triton, width = self.system.in_triton, draft.max_gamma + 1
         row = b * model.vocab_size * 4  # fp32 [B, V]
         # a hierarchy's middle steps judge, too, and may draft too much
-        cheap: int = registry.policy_class(draft.policy).beyond
+        cheap: int = registry.policy_class(draft.policy).extra_tokens
         judged = max(width, 1 + cheap)
         logits = judged * row  # fp32 [B, T, V]
         # the distributions of drafts, fp32 [B, gamma, V] and more

@@ -144,7 +144,7 @@ class DraftConfig:
     @property
     def needs_planes(self) -> bool:
         """Whether drafts read a part of the target's cache that only planes can be read for."""
-        return self.kv_bits is not None or bool(registry.policy_class(self.policy).of_planes)
+        return self.kv_bits is not None or bool(registry.policy_class(self.policy).needs_planes)
 
     @property
     def max_gamma(self) -> int:

@@ -29,9 +29,9 @@ class ModelSteps:
 class PolicyCosts:
     """What a policy needs."""
 
-    beyond = 0  # tokens past gamma that one of its steps may feed
+    extra_tokens = 0  # tokens past gamma that one of its steps may feed
     own_cache = False  # whether it drafts from a cache that is not the target's
-    of_planes = False  # whether it reads the upper plane of an int8 cache, whatever kv_bits says
+    needs_planes = False  # whether it reads the upper plane of an int8 cache, whatever kv_bits says
 
     @classmethod
     def needs_model(cls, config: DraftConfig) -> bool:

@@ -26,7 +26,7 @@ from ..prefill import Filling
 from ..quantization.quantize import drafter
 from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM, Kind
 from ..state import BatchState, RoundPlan
-from ..steps import Runner, span
+from ..steps import Runner, size_carrier
 from .config import DraftConfig
 from .costs import ModelSteps
 from .lookup import LookupDraft
@@ -101,7 +101,7 @@ class HierarchyDraft(DraftPolicy):
     about = "`--cheap` for the target, and the target for itself"
     reads = "a `--view` of its cache, before it verifies with all of it"
     flags = ("cheap", "ngram", "draft_model", "draft_tp", "view", "budget", "quantize", "kv_bits")
-    beyond = CHEAP_GAMMA
+    extra_tokens = CHEAP_GAMMA
 
     @classmethod
     def build(
@@ -114,8 +114,8 @@ class HierarchyDraft(DraftPolicy):
         cheap: LookupDraft | StandaloneDraft = LookupDraft(target, config.ngram)
         if cheap_view:
             runner = drafter(beside(target, draft_model, draft_group), config.quantize, tokens=None)
-            # the middle level's own token comes between the cheap drafts and the target's: one more may be unfed
-            cheap = StandaloneDraft(runner, build_view(config, cheap_view[0], runner), target.group, unfed=3)
+            # the middle level's own token comes between the cheap drafts and the target's: one more may be lag
+            cheap = StandaloneDraft(runner, build_view(config, cheap_view[0], runner), target.group, lag=3)
             cheap.stream = CHEAP_STREAM
         return cls(middle, view, name, cheap)
 
@@ -227,7 +227,7 @@ class HierarchyDraft(DraftPolicy):
     def _feed(self, tokens: Tensor, pos: Tensor, n_keys: int) -> Tensor:
         """tokens, pos [B, T] -> fp32 logits [B, T, V] of the middle level after each of them."""
         cache, (make, args) = self.target.cache, self.view.kv()
-        n_splits_carrier = span(cache, n_keys, compiled=self._step.compiles)
+        n_splits_carrier = size_carrier(cache, n_keys, compiled=self._step.compiles)
         view = make, args, self.target.bodies_of(make)
         logits: Tensor = self._step(self.target.model, tokens, pos, cache.layers, n_splits_carrier, *view)
         return logits

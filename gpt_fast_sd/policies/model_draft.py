@@ -11,7 +11,7 @@ from torch import Tensor
 from ..draft import Draft, draft_step
 from ..sampling import DRAFT_STREAM
 from ..state import BatchState, RoundPlan
-from ..steps import Runner, Step, span
+from ..steps import Runner, Step, size_carrier
 from . import registry
 from .config import DraftConfig
 from .policy import DraftPolicy, RoundHooks, View
@@ -19,7 +19,7 @@ from .policy import DraftPolicy, RoundHooks, View
 
 def build_view(config: DraftConfig, name: str, runner: Runner) -> View:
     """The view of that name over a runner's cache, for the policy of a configuration."""
-    max_new = config.max_gamma + 2 + registry.policy_class(config.policy).beyond
+    max_new = config.max_gamma + 2 + registry.policy_class(config.policy).extra_tokens
     view: View = registry.view_class(name).build(config, runner, max_new)
     return view
 
@@ -74,7 +74,7 @@ class ModelDraft(DraftPolicy):
         """tokens, pos [B, T] -> fp32 logits [B, V] after the last of them; a T other than 1 passes its own step."""
         cache, (make, args) = self.runner.cache, self.view.kv()
         step = step or self._step
-        n_splits_carrier = span(cache, n_keys, compiled=step.compiles)
+        n_splits_carrier = size_carrier(cache, n_keys, compiled=step.compiles)
         view = make, args, self.bodies
         out: Tensor = step(self.runner.model, tokens, pos, cache.layers, n_splits_carrier, *view)
         return out

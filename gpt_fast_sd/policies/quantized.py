@@ -17,7 +17,7 @@ class QuantizedDraft(SelfDraft):
     about = "the target itself, from the upper 4 bits of its int8 cache"
     reads = "everything, and its last 64 tokens whole"
     flags = ("quantize", "kv_bits")
-    of_planes = True
+    needs_planes = True
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:

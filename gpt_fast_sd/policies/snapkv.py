@@ -24,7 +24,7 @@ from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 from ..bodies import CORE, Bodies, Body
 from ..fast.devices import traits_of
 from ..state import BatchState, RoundPlan
-from ..steps import Runner, span
+from ..steps import Runner, size_carrier
 from . import selection
 from .config import DraftConfig
 from .list_and_window import ListAndWindowView
@@ -189,7 +189,7 @@ class SnapKVView(ListAndWindowView):
     def _observe(self, tokens: Tensor, pos: Tensor, slots: Tensor, n_keys: int) -> Tensor:
         """See observe_step: tokens, pos [W, T], slots [W] -> int64 [L, W, K, C]."""
         cache = self.runner.cache
-        n_splits_carrier = span(cache, n_keys, compiled=self._step.compiles)
+        n_splits_carrier = size_carrier(cache, n_keys, compiled=self._step.compiles)
         bodies = self.runner.bodies_of(ObservingKV)
         how = self.kv_indices.shape[-1], bodies, bodies.of(selection.top_pages)
         out: Tensor = self._step(self.runner.model, tokens, pos, slots, cache.layers, n_splits_carrier, *how)

@@ -93,13 +93,13 @@ class StandaloneDraft(ModelDraft):
         """One step of the draft model per token."""
         return [ModelSteps(draft_model, gamma, cls.views(config)[0])] if draft_model else []
 
-    def __init__(self, runner: Runner, view: View, listeners: Group, *, unfed: int = 2) -> None:
+    def __init__(self, runner: Runner, view: View, listeners: Group, *, lag: int = 2) -> None:
         """listeners: the ranks that verify, all of which need the same draft.
 
-        unfed: tokens at the end of the text, including the pending one, that a round may leave out of the cache.
+        lag: tokens at the end of the text, including the pending one, that a round may leave out of the cache.
         """
         super().__init__(runner, view, "standalone")
-        self.listeners, self.unfed = listeners, unfed
+        self.listeners, self.lag = listeners, lag
         self._prefill = Prefill(runner)
         self._start = runner.step(draft_step, view.kv()[0])
         self._prepared: dict[int, Filling] = {}  # by slot, since it was last free
@@ -131,7 +131,7 @@ class StandaloneDraft(ModelDraft):
             filling.finish()
         else:
             self._prefill.fill(slot, body)
-        self._prefill.keep(slot, len(prompt) - self.unfed)
+        self._prefill.keep(slot, len(prompt) - self.lag)
         super().host_admit(slot, prompt)
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
@@ -142,7 +142,7 @@ class StandaloneDraft(ModelDraft):
         """Catch up, and call the view's hook with the plan of the tokens that are in the cache."""
         if not plan.follows_a_draft:
             for slot, length in plan.lengths.items():
-                for start in range(plan.drafted_at[slot], length + 1 - self.unfed, CHUNK):
+                for start in range(plan.drafted_at[slot], length + 1 - self.lag, CHUNK):
                     self._prefill.feed(slot, state.history[slot, start : start + CHUNK].clone(), start)
         super().host_before_round(self._fed(state), self._planned(plan))
 
@@ -160,7 +160,7 @@ class StandaloneDraft(ModelDraft):
         As in the target's steps, a slot without a request writes past everything that can be in view, so that its
         prompt stays.
         """
-        behind_all = self.runner.cache.capacity + self.unfed - 1
+        behind_all = self.runner.cache.capacity + self.lag - 1
         placed = state.ending_at(torch.where(state.active, state.seq_len, behind_all))
         draft, mesh = super().propose(placed, plan), self.listeners.mesh
         if mesh is None or self.runner.group.size == self.listeners.size:
@@ -173,12 +173,12 @@ class StandaloneDraft(ModelDraft):
 
     def _fed(self, state: BatchState) -> BatchState:
         """The rows cut to the tokens that are certainly in the cache."""
-        return state.ending_at((state.seq_len - (self.unfed - 1)).clamp(min=0))
+        return state.ending_at((state.seq_len - (self.lag - 1)).clamp(min=0))
 
     def _planned(self, plan: RoundPlan) -> RoundPlan:
         """The plan for these rows."""
         lengths, drafted_at = (
-            {slot: max(0, length - (self.unfed - 1)) for slot, length in of.items()}
+            {slot: max(0, length - (self.lag - 1)) for slot, length in of.items()}
             for of in (plan.lengths, plan.drafted_at)
         )
         return replace(plan, lengths=lengths, drafted_at=drafted_at)
@@ -188,7 +188,7 @@ class StandaloneDraft(ModelDraft):
 
         If a text is shorter, its first token is fed several times, to the same place.
         """
-        behind = torch.arange(1 - self.unfed, 1, device=state.seq_len.device)  # [T]
+        behind = torch.arange(1 - self.lag, 1, device=state.seq_len.device)  # [T]
         pos = (state.seq_len[:, None] + behind).clamp(min=0)  # [B, T]
         return self.feed(state.history.gather(1, pos), pos, plan.n_keys, self._start)
 

@@ -22,7 +22,7 @@ from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.quantization.quantize import quantize
 from gpt_fast_sd.round import decode_step
-from gpt_fast_sd.steps import Runner, Step, span, varying
+from gpt_fast_sd.steps import Runner, Step, size_carrier, varying
 from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.helpers import ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
@@ -48,17 +48,17 @@ def arguments(name: str, model: Transformer, cache: KVCache) -> tuple[Callable[.
     """A step of the engine, with its arguments."""
     kind, _, detail = name.partition(" ")
     if kind == "prefill":
-        return prefill_step, (model, *tokens_at(256, 256, 1), cache.slot(1), span(cache, 512))
+        return prefill_step, (model, *tokens_at(256, 256, 1), cache.slot(1), size_carrier(cache, 512))
     if kind == "draft":
         policy: Any = build_policy(DraftConfig(policy=detail, budget=64, gamma=3), Runner(model, cache), None)
         for slot in range(SLOTS):
             policy.host_admit(slot, random_ids(400, seed=slot))
-        return draft_step, (model, *tokens_at(399, 1), cache.layers, span(cache, 400), *policy.view.kv())
+        return draft_step, (model, *tokens_at(399, 1), cache.layers, size_carrier(cache, 400), *policy.view.kv())
     n, page = (1, 0) if kind == "decode" else (4, 16 if detail else 0)
     tokens, pos = tokens_at(300, n)
     if n > 1:
         varying(tokens, pos)
-    return decode_step, (model, tokens, pos, cache.layers, span(cache, 400), page)
+    return decode_step, (model, tokens, pos, cache.layers, size_carrier(cache, 400), page)
 
 
 STEPS = ("decode", "verify", "verify mass", "prefill", "draft full", "draft streaming", "draft quest", "draft guided")
@@ -135,7 +135,7 @@ def test_a_model_whose_layers_differ_is_refused(what: str, traced: Parts) -> Non
 def test_a_step_serves_one_model_after_another_and_weights_that_take_the_place_of_others(traced: Parts) -> None:
     """The layers of the call count, not those of the first one."""
     model, other, step = tiny_model(), tiny_model(seed=1), CompiledStep(decode_step)
-    args = (*tokens_at(300, 1), filled_cache(model).layers, span(filled_cache(model), 400), 0)
+    args = (*tokens_at(300, 1), filled_cache(model).layers, size_carrier(filled_cache(model), 400), 0)
     with torch.inference_mode():
         for one in (model, other):
             expected = decode_step(one, *args)[0]

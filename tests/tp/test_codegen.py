@@ -15,7 +15,7 @@ from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.round import accept_step, decode_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.state import BatchState
-from gpt_fast_sd.steps import span
+from gpt_fast_sd.steps import size_carrier
 from gpt_fast_sd.tp import Parallel, Vocabulary, local_config, start
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, CUDA, EOS, LAYERS, SLOTS, fake_rig
 from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER
@@ -39,7 +39,7 @@ def test_a_sharded_step_is_one_graph_with_two_sums_per_layer(two_ranks: Parallel
         cache = KVCache(local_config(model.config, 2), SLOTS, CAPACITY, format=FORMATS["bf16"], device=CUDA)
         tokens = rig.tokens(1)
         step = cuda_code(
-            decode_step, model, tokens, tokens.clone(), cache.layers, span(cache, CAPACITY), 0, rig.state.bodies
+            decode_step, model, tokens, tokens.clone(), cache.layers, size_carrier(cache, CAPACITY), 0, rig.state.bodies
         )
     sums = 2 * LAYERS + 1
     assert Counter(step.others) == {"_c10d_functional.all_reduce_": sums, "_c10d_functional.wait_tensor": sums}

@@ -18,7 +18,7 @@ from gpt_fast_sd.policies.snapkv import OBSERVED, observe_step
 from gpt_fast_sd.prefill import CHUNK, prefill_step
 from gpt_fast_sd.round import accept_step, decode_step
 from gpt_fast_sd.sampling import Kind
-from gpt_fast_sd.steps import span, varying
+from gpt_fast_sd.steps import size_carrier, varying
 from tests.gpt_fast_sd.cuda import rig
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
@@ -54,7 +54,7 @@ STEPS = {  # launches, and which of them are ours
 
 def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A step of the engine and its arguments, as the engine calls it."""
-    cache, n_splits_carrier, bodies = rig.cache, span(rig.cache, CAPACITY), rig.state.bodies
+    cache, n_splits_carrier, bodies = rig.cache, size_carrier(rig.cache, CAPACITY), rig.state.bodies
     kind, _, detail = name.partition(" ")
     if kind == "prefill":
         tokens = rig.tokens(CHUNK, slots=1)

@@ -14,7 +14,7 @@ from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.serving.launch import Rounds
 from gpt_fast_sd.state import RoundPlan
-from gpt_fast_sd.steps import span
+from gpt_fast_sd.steps import size_carrier
 from measuring.replay import Replay
 from tests.drafts import POLICIES, VIEWS, draft_of
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
@@ -40,7 +40,7 @@ def test_a_draft_step_and_its_view_do_not_wait(rig: Rig, name: str) -> None:
     make, args = view.kv()
     assert waits(lambda: view.device_refresh(rig.state, CAPACITY)) == []
     assert waits(lambda: view.device_before_draft(rig.state, TO_CAPTURE)) == []
-    given = rig.model, token, token.clone(), cache.layers, span(cache, CAPACITY), make, args, rig.state.bodies
+    given = rig.model, token, token.clone(), cache.layers, size_carrier(cache, CAPACITY), make, args, rig.state.bodies
     assert waits(lambda: draft_step(*given)) == []
     mass = torch.zeros(*cache.shape, CAPACITY // 64, device=cache.seq_len.device)
     assert waits(lambda: view.device_after_verify(rig.state, mass if view.wants_mass else None)) == []

@@ -64,10 +64,10 @@ def prefilled(runner: Runner, text: Sequence[int]) -> list[Tensor]:
     return [x[0, :, : len(text)] for x in cache.buffers]
 
 
-def holds_what_a_prefill_gives(one: Engine, runner: Runner, prompts: Sequence[Sequence[int]], unfed: int) -> list[int]:
+def holds_what_a_prefill_gives(one: Engine, runner: Runner, prompts: Sequence[Sequence[int]], lag: int) -> list[int]:
     """Decode prompts; after every round the draft cache of each live row must hold what a prefill of its text would.
 
-    unfed: tokens at the end of the text that need not be there. Returns how many drafts the rounds accepted.
+    lag: tokens at the end of the text that need not be there. Returns how many drafts the rounds accepted.
     """
     accepted = []
     for event in one.stream(prompts, SamplingParams(max_tokens=40)):
@@ -77,7 +77,7 @@ def holds_what_a_prefill_gives(one: Engine, runner: Runner, prompts: Sequence[Se
         if request is None:
             continue
         text = [*request.prompt, *request.tokens]
-        n = len(text) - unfed
+        n = len(text) - lag
         for got, expected in zip(entries(runner.cache, slot, n), prefilled(runner, text[:n]), strict=True):
             # fp32, the same sums in another order
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

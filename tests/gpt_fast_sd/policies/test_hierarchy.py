@@ -149,7 +149,7 @@ def test_a_standalone_cheap_level_keeps_its_cache_whatever_both_judges_keep(scri
 
     if scripted:
         cheap.propose = right_in_every_fourth_step
-    accepted = holds_what_a_prefill_gives(one, cheap.runner, PROMPTS[:4], unfed=3)
+    accepted = holds_what_a_prefill_gives(one, cheap.runner, PROMPTS[:4], lag=3)
     assert accepted.count(7) >= 12 if scripted else len(set(accepted)) > 4
 
 

@@ -45,7 +45,7 @@ def standalone(draft_model: Transformer | None = None, **draft: Any) -> tuple[En
 
 def test_after_every_round_the_cache_holds_what_a_prefill_gives() -> None:
     one, policy = standalone(nearly(tiny_model(), by=0.05))
-    accepted = holds_what_a_prefill_gives(one, policy.runner, PROMPTS, unfed=2)
+    accepted = holds_what_a_prefill_gives(one, policy.runner, PROMPTS, lag=2)
     assert set(accepted) == {0, 1, 2, 3, 4}  # every pattern occurred
 
 
