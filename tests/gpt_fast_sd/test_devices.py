@@ -317,10 +317,10 @@ def test_an_engine_is_not_called_while_another_device_is_current(monkeypatch: py
     current = gpu(monkeypatch, n=2)
     engine = tiny_engine(DraftConfig(policy="lookup", gamma=2))
     monkeypatch.setattr(engine._access, "device", torch.device("cuda", 1))
-    for call, given in ((engine.generate, [[1, 2]]), (lambda ids: list(engine.stream(ids)), [[1, 2]]),
-                        (engine.logits, [1, 2]), (engine.redraft, DraftConfig())):  # fmt: skip
+    given = {"generate": [[1, 2]], "stream": [[1, 2]], "logits": [1, 2], "redraft": DraftConfig()}
+    for name, what in given.items():
         with pytest.raises(ValueError, match="the current device is cuda:0"):
-            call(given)
+            list(getattr(engine, name)(what))
     monkeypatch.setattr(engine._access, "device", CPU)
     assert len(engine.generate([[1, 2]])) == 1 and current == [0]
 
