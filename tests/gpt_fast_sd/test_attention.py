@@ -81,9 +81,7 @@ def test_attention_is_that_of_fp64_and_both_planes_are_the_bytes_to_the_last_bit
 
 @over_kinds
 @pytest.mark.parametrize("n_tokens", [1, 5])
-def test_masses_and_queries_of_some_slots_are_those_of_what_is_read(
-    n_tokens: int, form: str, dtype: torch.dtype
-) -> None:
+def test_masses_and_queries_of_some_slots_are_of_what_is_read(n_tokens: int, form: str, dtype: torch.dtype) -> None:
     case, slots = Case(form, dtype, n_tokens=n_tokens), torch.tensor([2, 1])
     out, mass = case.attend(32)
     assert mass is not None and is_close(out, case.expected())

@@ -106,9 +106,7 @@ def test_a_compiler_that_cannot_build_is_one_warning_and_the_engine_runs_eagerly
     assert f"{broken} cannot build a module for Python {said}: running eagerly" in warning_of_an_eager_run()
 
 
-def test_where_nothing_can_be_written_it_warns_and_runs_eagerly(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_where_nothing_can_be_written_it_runs_eagerly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Full(io.BytesIO):
         def write(self, *_: object) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -125,9 +123,7 @@ def test_a_cache_folder_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch,
         make(SMALL, compile=True)
 
 
-def test_an_engine_asked_not_to_compile_looks_for_no_compiler_and_samples_without_a_build(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_that_is_not_to_compile_needs_no_compiler_and_no_build(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*_: object) -> bool:
         raise AssertionError("a kernel was asked for")
 

@@ -6,7 +6,6 @@ its own code, with the compiler, headers or libcuda missing.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from scripts import batch, benchmark, generate
 from tests.helpers import tiny_engine
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT, GIB = Path(__file__).resolve().parents[2], 1 << 30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TOO_OLD = (  # as torch 2.11 to 2.13 begin it
     "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by downloading "
@@ -37,19 +36,14 @@ TOO_OLD = (  # as torch 2.11 to 2.13 begin it
 )
 
 
-class Weights(AssertionError):
-    """Weights were read."""
-
-
-def no_weights(*args: Any, **kwargs: Any) -> Any:
-    raise Weights("weights were read before the refusal")
-
-
-def raising(error: Exception) -> Callable[..., Any]:
+def raising(error: BaseException) -> Callable[..., Any]:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise error
 
     return fail
+
+
+no_weights = raising(AssertionError("weights were read before the refusal"))
 
 
 def gpu(
@@ -92,14 +86,13 @@ def no_gpu(says: str, *, built: str | None = "13.0", visible: str | None = None)
 def triton_before_its_first_launch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Triton has built nothing yet; its libcuda is an empty file, which is as much as a linker looks for."""
     driver = pytest.importorskip("triton").runtime.driver
-    monkeypatch.setattr(driver, "_active", None)
-    monkeypatch.setattr(driver, "_default", None)
+    nvidia = importlib.import_module("triton.backends.nvidia.driver")
+    for name in ("_active", "_default"):
+        monkeypatch.setattr(driver, name, None)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(folder))
     (folder / "libcuda.so.1").touch()
     monkeypatch.delenv("CC", raising=False)
-    from triton.backends.nvidia import driver as nvidia
-
     for cached in (nvidia.libcuda_dirs, nvidia.library_dirs):
         cached.cache_clear()
 
@@ -111,11 +104,6 @@ def an_amd(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     gpu(monkeypatch, "AMD Instinct MI300X", (9, 4))
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
-
-
-def no_triton(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    gpu(monkeypatch)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
 
 def before_its_first_launch(change: Machine) -> Machine:
@@ -135,12 +123,14 @@ def no_libcuda(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(subprocess, "check_output", lambda *args, **kwargs: b"")
 
 
-def a_busy_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    gpu(monkeypatch)
-    busy = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be ..."
-    monkeypatch.setattr(torch.cuda, "get_device_capability", raising(RuntimeError(busy)))
+def a_gpu_but(owner: Any, name: str, answer: Callable[..., Any]) -> Machine:
+    """A GPU, and one thing that is not as it should be."""
+    return lambda patch, folder: (gpu(patch), patch.setattr(owner, name, answer))
 
 
+no_triton = a_gpu_but(importlib.util, "find_spec", lambda name: None)
+busy = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be ..."
+a_busy_gpu = a_gpu_but(torch.cuda, "get_device_capability", raising(RuntimeError(busy)))
 an_old_driver = no_gpu(TOO_OLD)
 no_fabric = no_gpu(  # an HGX board of H100s or H200s whose fabric manager does not run
     "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() "
@@ -194,16 +184,6 @@ def test_what_a_machine_lacks_is_said_in_one_sentence_before_weights_are_read(
     assert capfd.readouterr().err == ""  # not a page of a compiler's
 
 
-@needs_triton
-def test_a_gpu_with_all_that_kernels_need_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.gpuless.driver import stand_in
-
-    gpu(monkeypatch)
-    with stand_in(90):
-        require_kernels(CUDA)
-    require_kernels(CPU)
-
-
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "gpu"])
 @pytest.mark.parametrize("program", [generate, batch, benchmark])
 def test_programs_refuse_a_device_that_is_not_there_with_code_2(
@@ -218,14 +198,12 @@ def test_programs_refuse_a_device_that_is_not_there_with_code_2(
         program.main([*files, "--device", device])
     assert end.value.code == 2
     said = capfd.readouterr().err
-    wanted = f"device must be one of auto, cpu, cuda, got {device!r}"
-    if device == "cuda":
-        wanted = "device 'cuda' was requested, but torch sees no CUDA device"
+    missing = "device 'cuda' was requested, but torch sees no CUDA device"
+    wanted = missing if device == "cuda" else f"device must be one of auto, cpu, cuda, got {device!r}"
     assert said.count("\n") == 1 and wanted in said
 
 
 # ---- a GPU that serves -----------------------------------------------------------------------------------------------
-
 
 BUILDS = """
 import ctypes, re, subprocess, sys, torch
@@ -253,11 +231,9 @@ print("built", len(list(Path(sys.argv[1], "cache").rglob("cuda_utils*"))))
 def test_what_triton_launches_with_is_built_where_it_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", BUILDS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "built 1\n"
+    program = [sys.executable, "-c", BUILDS, str(tmp_path)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "built 1\n"), done.stderr
 
 
 @needs_triton
@@ -277,15 +253,6 @@ def test_a_kernel_s_own_launcher_needs_a_compiler(monkeypatch: pytest.MonkeyPatc
 
 
 # ---- which device ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def warned() -> Iterator[list[str]]:
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield said
-    said.extend(str(each.message) for each in caught)
 
 
 @pytest.mark.parametrize(
@@ -311,11 +278,12 @@ def test_auto_says_once_why_a_gpu_that_is_there_is_not_used(
         monkeypatch.setattr(torch.cuda, "is_available", torchs_own)
         if there:
             driver.touch()
-        with warned() as said:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             assert take_device(asked, [tmp_path / "none", driver]) == CPU
         assert len(said) == (asked == "auto" and there and why is not None)
         expected = f"this machine has an NVIDIA driver, but torch sees no CUDA device: .*{why}"
-        assert all(re.search(expected, each) for each in said)
+        assert all(re.search(expected, str(each.message)) for each in said)
 
 
 def test_processes_of_a_machine_take_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,11 +298,9 @@ def test_processes_of_a_machine_take_a_device_each(monkeypatch: pytest.MonkeyPat
         take_device("auto")
 
 
-# ---- the current device ----------------------------------------------------------------------------------------------
-
-
 @needs_triton
-def test_a_model_on_another_device_than_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_with_all_that_kernels_need_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is the current device: a model on another one is refused."""
     from tests.gpuless.driver import stand_in
 
     current = gpu(monkeypatch, n=2)
@@ -351,13 +317,10 @@ def test_an_engine_is_not_called_while_another_device_is_current(monkeypatch: py
     current = gpu(monkeypatch, n=2)
     engine = tiny_engine(DraftConfig(policy="lookup", gamma=2))
     monkeypatch.setattr(engine._access, "device", torch.device("cuda", 1))
-    calls: list[Callable[[], Any]] = [
-        lambda: engine.generate([[1, 2]]), lambda: list(engine.stream([[1, 2]])), lambda: engine.logits([1, 2]),
-        lambda: engine.redraft(DraftConfig()),
-    ]  # fmt: skip
-    for call in calls:
+    given = {"generate": [[1, 2]], "stream": [[1, 2]], "logits": [1, 2], "redraft": DraftConfig()}
+    for name, what in given.items():
         with pytest.raises(ValueError, match="the current device is cuda:0"):
-            call()
+            list(getattr(engine, name)(what))
     monkeypatch.setattr(engine._access, "device", CPU)
     assert len(engine.generate([[1, 2]])) == 1 and current == [0]
 
@@ -372,9 +335,6 @@ def test_memory_that_torch_has_kept_is_given_back_before_it_is_counted(monkeypat
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: ((79 << 30) - sum(kept), 80 << 30))
     assert free_memory(CUDA) == 79 << 30
     assert free_memory(CUDA, held=1 << 30) == 79 << 30  # what is held is not free there anyway
-
-
-GIB = 1 << 30
 
 
 @pytest.fixture
@@ -393,10 +353,9 @@ def told_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[dict[s
     return write
 
 
-BEFORE_THERE_WERE_ANY = {"proc/self/cgroup": "3:cpu:/x\n"}
 LIMITS: list[tuple[dict[str, str], int | None]] = [  # files -> GiB that may be allocated; None: all of the machine's
     ({}, None),
-    (BEFORE_THERE_WERE_ANY, None),
+    ({"proc/self/cgroup": "3:cpu:/x\n"}, None),  # before there were any of memory
     ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 3145728 kB\nHugePages_Total: 0\n"}, 3),
     ({"proc/meminfo": "damaged\n\nMemAvailable: many kB\n"}, None),
     # version 2: the narrowest of the group and those above it, less what is used and no cache of files

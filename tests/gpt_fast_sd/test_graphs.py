@@ -12,6 +12,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -269,13 +270,12 @@ def test_a_closed_engine_holds_no_graph_and_refuses_calls_in_one_sentence(cuda: 
         next(stream)
     one.close()  # the end of the block has closed it
     assert not cuda.graphs and one.schedule.rounds.captured == 0
-    for call, args in (
-        (one.generate, [PROMPTS]), (one.stream, [PROMPTS]), (one.check, [PROMPTS]), (one.warm_up, []), (list, [stream]),
-        (one.logits, [[1, 2, 3]]), (one.redraft, [DraftConfig()]), (setattr, [one, "policy", None]),
-        (one.__enter__, []),
-    ):  # fmt: skip
+    given = {"generate": PROMPTS, "stream": PROMPTS, "check": PROMPTS, "logits": [1, 2, 3], "redraft": DraftConfig()}
+    calls: list[Callable[[], Any]] = [partial(getattr(one, name), what) for name, what in given.items()]
+    calls += [one.warm_up, one.__enter__, partial(list, stream), partial(setattr, one, "policy", None)]
+    for call in calls:
         with pytest.raises(RuntimeError, match=f"^{CLOSED}$"):
-            call(*args)
+            call()
 
 
 @ONE_RULE

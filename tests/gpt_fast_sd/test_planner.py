@@ -20,6 +20,8 @@ from tests.helpers import few, thinned
 
 FEW, MANY = 512, 8192
 Measure = Callable[[int, int], tuple[float, float]]
+Acceptance = Callable[[int], float]  # of a draft after accepted ones, by round
+Seen = Callable[[int, int, float, float], tuple[float, float]]  # round, gamma and its two times -> as they were timed
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,6 @@ def planner(world: World, measure: Measure | None = None, **how: Any) -> GammaPl
 
 def tiers(seconds: Callable[[int, int], float], n_keys: int = 1000) -> list[float]:
     return [seconds(gamma, n_keys) for gamma in GAMMA_TIERS]
-
-
-Acceptance = Callable[[int], float]  # of a draft after accepted ones, by round
-
-
-Seen = Callable[[int, int, float, float], tuple[float, float]]  # round, gamma and its two times -> as they were timed
 
 
 def simulate(
@@ -130,17 +126,13 @@ def after_plain(plan: GammaPlanner, n_keys: int = 1000) -> int:
 
 def test_tokens_and_seconds_are_those_of_the_formula() -> None:
     """With much seen, (1 - a ** (gamma + 1)) / (1 - a) tokens for gamma T_D + T_V(gamma) seconds (Leviathan et al.)."""
-    world, plan = World(0.3), planner(World(0.3))
-    rng = random.Random(1)
+    world, plan, rng = World(0.3), planner(World(0.3)), random.Random(1)
     for _ in range(40):
         plan.record(8, 1000, 8 * 0.3, 1.4, [n_accepted(rng, 8, 0.8) for _ in range(500)])
     for gamma in GAMMA_TIERS:
         assert plan.tokens(gamma) == pytest.approx((1 - 0.8 ** (gamma + 1)) / 0.2, rel=0.02)
         assert plan.seconds(gamma, 1000) == pytest.approx(world.round(gamma, 1000), rel=0.01)
     assert after_plain(plan) == world.best(0.8)[1]
-
-
-def test_drafts_that_are_only_good_at_first_are_short() -> None:
     plan = planner(World(0.1))
     for _ in range(50):
         plan.record(8, 1000, 0.8, 1.4, [2] * 4)  # the third is never accepted
@@ -199,24 +191,21 @@ def test_a_run_of_64_rounds_suffices_to_find_what_pays(acceptance: float, rows: 
 @pytest.mark.parametrize("faster", [0.7, 0.8])
 def test_plain_decoding_that_is_faster_than_it_was_timed_is_found(faster: float) -> None:
     """Once nothing timed it again while drafts were made, and they seemed to pay for as long as they lasted."""
-    plan, world = planner(World(0.5)), World(0.5, per_draft=0.15)
+    plan = planner(World(0.5))
     assert plan.choose(1000) > 0
-    _, gammas = simulate(
-        world, lambda i: 0.8, rounds=120, plan=plan, seen=lambda i, g, drafting, verifying: (
-            drafting, verifying if g else faster)
-    )  # fmt: skip
+    _, gammas = simulate(World(0.5, per_draft=0.15), lambda i: 0.8, rounds=120, plan=plan, seen=plainly([], faster))
     assert sum(g > 0 for g in gammas[20:]) < 10
+
+
+def plainly(first: list[float], later: float) -> Seen:
+    """Plain steps seem to take the first seconds, in turn, and then others."""
+    return lambda i, gamma, drafting, verifying: (drafting, verifying if gamma else first.pop() if first else later)
 
 
 @pytest.mark.parametrize("slow", [2.0, 9.0])
 def test_a_plain_step_that_was_slow_is_timed_again(slow: float) -> None:
     """Once a single slow one made drafts seem to gain so much that plain decoding was never timed again."""
-    world, left = World(0.5, per_draft=0.15), [slow]
-
-    def seen(i: int, gamma: int, drafting: float, verifying: float) -> tuple[float, float]:
-        return drafting, verifying if gamma else left.pop() if left else 0.8
-
-    _, gammas = simulate(world, lambda i: 0.8, rounds=600, seen=seen)
+    _, gammas = simulate(World(0.5, per_draft=0.15), lambda i: 0.8, rounds=600, seen=plainly([slow], 0.8))
     assert sum(g > 0 for g in gammas[-200:]) < 20
 
 
@@ -252,8 +241,7 @@ def test_it_recovers_when_acceptance_rises(draft: float, rows: int) -> None:
 
 
 def test_it_stops_soon_when_acceptance_falls() -> None:
-    phases = [0.95] * 300 + [0.05] * 300
-    _, gammas = simulate(World(0.3), phases.__getitem__, rounds=600)
+    _, gammas = simulate(World(0.3), lambda i: 0.95 if i < 300 else 0.05, rounds=600)
     assert min(gammas[250:300]) >= 4
     assert sum(g > 0 for g in gammas[400:]) <= 4
 
@@ -271,24 +259,31 @@ def test_a_new_run_soon_finds_that_earlier_ones_were_others() -> None:
 # ---- what it knows of time ------------------------------------------------------------------------------------------
 
 
-class ColdStart(World):
+class Together(World):
+    """A world whose drafts of a round take a time that is more or less than that of each alone."""
+
+    def drafts(self, gamma: int) -> float:
+        raise NotImplementedError
+
+    def round(self, gamma: int, n_keys: int) -> float:
+        return self.drafts(gamma) + self.target_step(gamma, n_keys)
+
+    def measure(self, gamma: int, n_keys: int) -> tuple[float, float]:
+        return self.drafts(gamma) / max(1, gamma), self.target_step(gamma, n_keys)
+
+
+class ColdStart(Together):
     """The first step of a draft finds the caches as the target's step left them: empty."""
 
-    def round(self, gamma: int, n_keys: int) -> float:
-        return super().round(gamma, n_keys) + (0.4 if gamma else 0.0)
-
-    def measure(self, gamma: int, n_keys: int) -> tuple[float, float]:
-        return self.draft + 0.4 / max(1, gamma), self.target_step(gamma, n_keys)
+    def drafts(self, gamma: int) -> float:
+        return gamma * self.draft + (0.4 if gamma else 0.0)
 
 
-class Levels(World):
+class Levels(Together):
     """A hierarchy: a step of its middle level, of 1.6 target steps, brings two drafts at once."""
 
-    def round(self, gamma: int, n_keys: int) -> float:
-        return -(-gamma // 2) * self.draft + self.target_step(gamma, n_keys)
-
-    def measure(self, gamma: int, n_keys: int) -> tuple[float, float]:
-        return -(-gamma // 2) * self.draft / max(1, gamma), self.target_step(gamma, n_keys)
+    def drafts(self, gamma: int) -> float:
+        return -(-gamma // 2) * self.draft
 
 
 class Tiled(World):
@@ -359,13 +354,11 @@ def test_what_the_host_adds_to_a_round_is_part_of_what_it_costs() -> None:
     for _ in range(FIRST_ROUNDS + 1):  # the first ones may have built something
         plan.record_host(0, 0.4)
 
-    def found() -> dict[int, float]:
-        return {g: plan.seconds(g, 1000) - world.round(g, 1000) for g in (0, 1, 3, 4, 8)}
-
-    assert found() == pytest.approx(dict.fromkeys((0, 1, 3, 4, 8), 0.4))
-    for _ in range(2):
-        plan.record_host(4, 0.9)
-    assert found() == pytest.approx({0: 0.4, 1: 0.4, 3: 0.9, 4: 0.9, 8: 0.9})
+    for host in ([0.4] * 5, [0.4, 0.4, 0.9, 0.9, 0.9]):
+        found = [plan.seconds(g, 1000) - world.round(g, 1000) for g in (0, 1, 3, 4, 8)]
+        assert found == pytest.approx(host)
+        for _ in range(2):
+            plan.record_host(4, 0.9)
     plan.record_host(0, 40.0)  # one slow round changes it little
     assert plan.host[0].seconds == pytest.approx(0.42)
 
@@ -394,13 +387,6 @@ def test_seconds_that_no_clock_gives_change_nothing(seconds: float) -> None:
         for _ in range(3):
             plan.record_host(gamma, seconds)
     assert tiers(plan.seconds) == before
-
-
-def test_what_refreshes_take_is_corrected_where_rounds_are_timed_as_a_whole() -> None:
-    plan = planner(World(0.1), selecting=lambda n_keys: 0.2)
-    for _ in range(200):
-        plan.record_whole(2, 1000, 0.5 * plan.seconds(2, 1000), [1] * 8)
-    assert plan.select is not None and plan.select.correction < 0.5
 
 
 def test_a_line_that_noise_tilts_gives_no_step_for_nothing_and_follows_the_machine() -> None:
@@ -476,6 +462,9 @@ def test_refreshing_a_selection_is_part_of_the_cost_of_a_round() -> None:
         plan.record_whole(gamma, 1000, plan.seconds(gamma, 1000), [gamma] * 4)
         assert plan.verify[gamma].correction == pytest.approx(1.0)
     assert plan.draft is not None and plan.draft.correction == pytest.approx(1.0)
+    for _ in range(200):  # where they are timed as a whole, what refreshes take is corrected, too
+        plan.record_whole(2, 1000, 0.5 * plan.seconds(2, 1000), [1] * 8)
+    assert plan.select is not None and plan.select.correction < 0.5
     assert free.choose(MANY) > 0
     plan.begin()
     plan.calibrate(world.measure, FEW, MANY, lambda n_keys: 1.0)  # a second for a token, as plain decoding takes

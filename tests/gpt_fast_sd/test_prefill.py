@@ -129,9 +129,8 @@ def test_a_slot_is_relied_on_no_further_than_it_is_kept() -> None:
 
 
 def engine(policy: str = "off", **changes: Any) -> Engine:
-    return tiny_engine(
-        DraftConfig(policy=policy, gamma=3, budget=64), model=MODEL, **{"max_seq_len": MAX_LEN} | changes
-    )
+    draft = DraftConfig(policy=policy, gamma=3, budget=64)
+    return tiny_engine(draft, model=MODEL, **{"max_seq_len": MAX_LEN} | changes)
 
 
 def alone(prompt: list[int], n: int) -> list[int]:

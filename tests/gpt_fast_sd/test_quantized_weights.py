@@ -21,7 +21,7 @@ from torch.nn import Linear
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast.choose import FastBackend
-from gpt_fast_sd.fast.cpu.packing import PackedInt8Linear, PackedLinear, SummedInt4Linear, pack_linears
+from gpt_fast_sd.fast.cpu.packing import PackedInt8Linear, PackedLinear, SummedInt4Linear
 from gpt_fast_sd.fast.linear_int4 import Int4Linear
 from gpt_fast_sd.fast.linear_int8 import Int8Linear
 from gpt_fast_sd.fast.ops import int4 as ops_int4
@@ -41,9 +41,10 @@ from tests.float8_folders import save_float8
 from tests.gpt_fast_sd.fast import references
 from tests.gpt_fast_sd.policies.drafting import tokens_of
 from tests.gpuless.live import LiveBytes
-from tests.helpers import few, random_ids, tiny_config, tiny_engine, tiny_model, whole_text_logits
+from tests.helpers import few, pack_or_skip, random_ids, tiny_config, tiny_engine, tiny_model, whole_text_logits
 
 CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+ALREADY = "needs plain weights, and this model is quantized already"
 OF_CUDA = ("int4", "float8")
 PROMPTS = [random_ids(n, seed=n) for n in (300, 7, 90)]
 
@@ -121,9 +122,7 @@ def test_layers_of_a_target_are_quantized_and_say_nearly_the_same(name: str, lea
     quantize(model, name)  # once more changes nothing
     assert all(m is was for m, was in zip(linears_of(model), before, strict=True))
     other = "int8" if name != "int8" else "float8"
-    with pytest.raises(
-        ValueError, match=f"quantize '{other}' needs plain weights, and this model is quantized already"
-    ):
+    with pytest.raises(ValueError, match=f"quantize '{other}' {ALREADY}"):
         quantize(model, other)
 
 
@@ -153,11 +152,9 @@ def test_some_rows_at_a_time_are_quantized_as_all_together(name: str, monkeypatc
 @pytest.mark.parametrize("name", ["int8", *OF_CUDA])
 def test_a_copy_that_drafts_has_an_int8_head_or_one_of_float8(name: str) -> None:
     model = model_of()
-    before = {key: (p.data_ptr(), p.clone()) for key, p in model.named_parameters()}
-    copy = draft_copy(model, name)
+    before, copy = bytes_of(model), draft_copy(model, name)
     assert [precision_of(m) for m in linears_of(copy)] == [name] * 4 * 2 + ["float8" if name == "float8" else "int8"]
-    assert all(p.data_ptr() == before[key][0] and p.equal(before[key][1]) for key, p in model.named_parameters())
-    assert copy.embedding is model.embedding and copy.norm is model.norm
+    assert is_untouched(model, before) and copy.embedding is model.embedding and copy.norm is model.norm
     quantize(model, name)
     again = draft_copy(model, name)
     assert again.layers is model.layers and again.output is not model.output
@@ -181,7 +178,7 @@ def test_drafts_of_any_precision_give_what_plain_decoding_of_the_target_gives(na
     assert one.stats.drafted > 0
 
 
-# ---- equalized keys -------------------------------------------------------------------------------------------------
+# ---- equalized keys, and memory -------------------------------------------------------------------------------------
 
 
 def biases_of_keys(model: Transformer) -> list[Tensor]:
@@ -206,8 +203,6 @@ def test_keys_of_float8_weights_are_equalized_by_their_scales_and_no_bit_changes
     assert max(bias.abs().max() for bias in biases_of_keys(model)) < 10
     assert whole_text_logits(model, ids).equal(expected)
 
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
 
 # fp32 numbers that are kept beside each row that is quantized at a time
 BESIDE = {("int8", "cpu"): 5, ("int4", "cpu"): 16, ("float8", "cuda"): 4, ("int4", "cuda"): 8}
@@ -253,13 +248,10 @@ def test_making_a_copy_takes_no_more_than_is_planned(name: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("n_rows", "copies"), [(256, 0), (300, 1)])
-def test_only_int8_products_of_many_rows_copy_a_weight(
-    n_rows: int, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As CUDA's body allocates; the copy is in the memory plan."""
+def test_int8_products_of_many_rows_copy_a_weight(n_rows: int, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No others do, as CUDA's body allocates; the copy is in the memory plan."""
     references.as_on_cuda(monkeypatch)
-    linear = Int8Linear(torch.randn(512, 2048).bfloat16(), None)
-    x = torch.randn(n_rows, 2048).bfloat16()
+    linear, x = Int8Linear(torch.randn(512, 2048).bfloat16(), None), torch.randn(n_rows, 2048).bfloat16()
     with LiveBytes("cuda") as live, torch.inference_mode():
         linear(x)
     assert live.peak == copies * TABLE["int8"]["cuda"].widened * linear.weight.numel() + 2 * n_rows * 512
@@ -296,11 +288,9 @@ def test_unpacking_is_planned_for_where_no_kernel_can_be_built(builds: bool, mon
 
 def test_a_draft_model_of_several_ranks_has_its_part_of_a_copy_on_each() -> None:
     theirs, draft = model_of(**WIDE).config, DraftConfig(policy="standalone", draft_model="small", quantize="int8")
-
-    def copied(ranks: int) -> int:
-        return plan_of(draft=draft, draft_model=local_config(theirs, ranks), draft_ranks=ranks).draft_weights
-
-    assert copied(1) / 2 <= copied(2) <= 0.51 * copied(1)  # of sums each rank has a scale for every output
+    plans = [plan_of(draft=draft, draft_model=local_config(theirs, n), draft_ranks=n) for n in (1, 2)]
+    whole, part = (plan.draft_weights for plan in plans)
+    assert whole / 2 <= part <= 0.51 * whole  # of sums each rank has a scale for every output
 
 
 @pytest.mark.parametrize("policy", ["hierarchy", "full"])
@@ -377,9 +367,6 @@ def test_what_a_checkpoint_says_of_a_cache_is_left_to_the_user(tmp_path: Path) -
     assert loaded.config.kv_dtype is None
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
-
-
 def test_a_cpu_refuses_what_it_does_not_run_before_weights_are_read(tmp_path: Path) -> None:
     float8 = "runs on device 'cuda', and the model is on 'cpu': use 'int8' or 'int4'$"
     for source, draft, changes, said in (
@@ -393,8 +380,7 @@ def test_a_cpu_refuses_what_it_does_not_run_before_weights_are_read(tmp_path: Pa
             loaded_from(tmp_path, draft, **changes)
 
 
-# ---- weights that run on a CPU ---------------------------------------------------------------------------------------
-
+# ---- weights that run on a CPU, and the copy -------------------------------------------------------------------------
 
 DRAFTED = [name for name in (*POLICIES, *MIXTURES) if name != "lookup"]
 GREEDY = SamplingParams(max_tokens=24)
@@ -418,7 +404,7 @@ def has_precision(model: Transformer, name: str) -> bool:
 
 
 def spoken(one: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
-    return [completion.tokens for completion in one.generate(PROMPTS, params)]
+    return tokens_of(one.generate(PROMPTS, params))
 
 
 def drafters(one: Engine) -> list[Runner]:
@@ -446,25 +432,14 @@ def is_untouched(model: nn.Module, before: dict[str, tuple[int, Tensor]]) -> boo
     )
 
 
-# ---- the copy ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "changes",
-    few(
-        [{}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}],
-        [{"tie_embeddings": True}, {"qk_norm": True}],
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("own", few(["", "tie_embeddings", "qkv_bias", "qk_norm"], ["tie_embeddings", "qk_norm"]))
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_copy_owns_its_matrices_and_shares_all_else(precision: str, changes: dict[str, Any], packs: bool) -> None:
-    model = packable(**changes)
-    ids = random_ids(40)
+def test_a_copy_owns_its_matrices_and_shares_all_else(precision: str, own: str, packs: bool) -> None:
+    model, ids = packable(**{own: True} if own else {}), random_ids(40)
     plain = whole_text_logits(model, ids)
-    if packs and not pack_linears(model):
-        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    if packs:
+        pack_or_skip(model)
     before, kinds = bytes_of(model), [type(m) for m in model.modules()]
     copy = draft_copy(model, precision)
     assert is_untouched(model, before) and [type(m) for m in model.modules()] == kinds
@@ -473,9 +448,9 @@ def test_a_copy_owns_its_matrices_and_shares_all_else(precision: str, changes: d
     linears = {name: m for name, m in copy.named_modules() if isinstance(m, nn.Linear)}
     assert len(linears) == 4 * 2 + 1 and has_precision(copy, precision)
     theirs = {p.data_ptr() for p in model.parameters()}
-    own = {f"{name}.{kind}" for name in linears for kind in ("weight", "scale", "blocks")}
+    matrices = {f"{name}.{kind}" for name in linears for kind in ("weight", "scale", "blocks")}
     for name, p in copy.named_parameters(remove_duplicate=False):
-        assert (p.data_ptr() in theirs) == (name not in own), name
+        assert (p.data_ptr() in theirs) == (name not in matrices), name
     assert is_untouched(model, before)
     got = whole_text_logits(copy, ids)
     assert 0 < (got - plain).norm() <= {"int8": 0.1, "int4": 0.8}[precision] * plain.norm()
@@ -483,10 +458,8 @@ def test_a_copy_owns_its_matrices_and_shares_all_else(precision: str, changes: d
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_copy_that_is_compiled_is_packed_and_says_the_same(precision: str) -> None:
-    model = packable()
-    if not pack_linears(model):
-        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
-    cache = tiny_engine(model=packable()).cache
+    model, cache = packable(), tiny_engine(model=packable()).cache
+    pack_or_skip(model)
     eager, compiled = (
         drafter(Runner(model, cache, backend=FastBackend(CPU, options)), precision).model for options in (None, {})
     )
@@ -539,14 +512,12 @@ def test_another_draft_may_be_quantized_or_not() -> None:
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
-ALREADY = "needs plain weights, and this model is quantized already"
 BY_32 = "needs inputs that 32 divides, and w_out has 48 and 32$"
 # a model, how an engine runs it already, the precision of another engine and of its draft
 REFUSED: list[tuple[Any, tuple[str | None, ...], str | None, str | None, str]] = [
     (tiny_model, (), "int4", None, f"^quantize 'int4' {BY_32}"),
     (tiny_model, (), None, "int4", f"^quantize 'int4' of a draft {BY_32}"),
     (packable, ("int8",), None, None, "weights are quantized: pass the same quantize, or load the model again"),
-    (packable, ("int8",), "int4", None, f"quantize 'int4' {ALREADY}"),
     (packable, ("int4",), "int8", None, f"quantize 'int8' {ALREADY}"),
     # once a second engine quantized them in place, and the first one's target was another from then on
     (packable, (None,), "int8", None, "runs this model's weights as they are: pass no quantize, or load the"),
@@ -579,9 +550,6 @@ def test_a_draft_of_another_precision_than_a_quantized_target_is_refused() -> No
     said = r"'float8' of a draft needs a target with plain weights, .* this one's are int4"
     with pytest.raises(ValueError, match=said):
         tiny_engine(DraftConfig(policy="full", quantize="float8"), model=model_of(), quantize="int4")
-
-
-# ---- memory --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DRAFTED)

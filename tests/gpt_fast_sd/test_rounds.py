@@ -25,6 +25,7 @@ from tests.gpuless.recorder import capture
 from tests.helpers import ByteTokenizer, ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 NAMES = ["off", *POLICIES, *MIXTURES]
+OF_KEYS = [name for name in NAMES if name not in ("off", "lookup")]  # drafts that read a cache
 LENGTHS = (150, 1, 300, 3, 700, 90)  # more than slots, and over several doublings of the view
 PROMPTS = [random_ids(n, seed=n) for n in LENGTHS]
 EOS_IDS = tuple(range(8, 256, 17))
@@ -195,13 +196,7 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "name",
-    few(
-        [name for name in NAMES if name not in ("off", "lookup")],
-        ["quest", "early_exit", "standalone, snapkv", "hierarchy, guided"],
-    ),
-)
+@pytest.mark.parametrize("name", few(OF_KEYS, ["quest", "early_exit", "standalone, snapkv", "hierarchy, guided"]))
 def test_cudas_operators_give_the_same_tokens_and_no_worse_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine(name).generate(PROMPTS, GREEDY)
     as_on_cuda(monkeypatch)

@@ -23,6 +23,7 @@ from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, entries, 
 from tests.gpt_fast_sd.test_rounds import NAMES, captured, engine, told
 from tests.helpers import ByteTokenizer, ahead, few, random_ids, thinned
 
+Watch = Callable[[Engine], list[str]]
 KINDS = {"eager": engine, "captured": captured}
 # a row that decodes all the time, short ones next to it, and long ones that take their slots
 PROMPTS = [random_ids(n, seed=n) for n in (40, 9, 20, 520, 3, 300)]
@@ -44,7 +45,7 @@ def own_prefill(one: Engine) -> Prefill | None:
 
 
 @pytest.fixture
-def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[str]]:
+def order(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Begin to note an engine's chunks and rounds, in a list."""
 
     def watch(one: Engine) -> list[str]:
@@ -63,9 +64,7 @@ def waits(calls: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "kind"), ALL)
-def test_between_two_rounds_there_is_one_chunk_at_most(
-    name: str, kind: str, order: Callable[[Engine], list[str]]
-) -> None:
+def test_between_two_rounds_there_is_one_chunk_at_most(name: str, kind: str, order: Watch) -> None:
     """And rounds write nothing into the slot that is half filled.
 
     They write for idle rows, too: a draft from where the row stands, a second model from a token or two before.
@@ -102,7 +101,7 @@ def test_between_two_rounds_there_is_one_chunk_at_most(
             assert told(alone) == told([got[i]])
 
 
-def test_prompts_begin_together_and_held_ones_at_once(order: Callable[[Engine], list[str]]) -> None:
+def test_prompts_begin_together_and_held_ones_at_once(order: Watch) -> None:
     one, params = engine("off"), SamplingParams(max_tokens=4, ignore_eos=True)
     one.generate(PROMPTS[3:6], params)
     assert (one.stats.rounds, one.stats.row_rounds) == (4, 12)
@@ -114,14 +113,10 @@ def test_prompts_begin_together_and_held_ones_at_once(order: Callable[[Engine], 
 # ---- what ends half-way ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in ("off", "hierarchy over standalone")),
-        ("quest", "eager"),
-        ("standalone", "captured"),
-    ],
-)
+LEFT = [("quest", "eager"), ("standalone", "captured"), ("off", "eager"), ("hierarchy over standalone", "eager")]
+
+
+@pytest.mark.parametrize(("name", "kind"), few(LEFT, LEFT[:2]))
 def test_a_stream_left_with_a_prompt_half_filled_leaves_the_engine_as_good_as_new(name: str, kind: str) -> None:
     one = KINDS[kind](name)
     expected = told(KINDS[kind](name).generate(PROMPTS, PARAMS))

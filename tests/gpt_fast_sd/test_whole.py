@@ -33,9 +33,9 @@ from tests.gpt_fast_sd.test_exact import PARAMS, PROMPTS, Watched, covers
 from tests.helpers import few, random_ids, tiny_config, tiny_engine, tiny_model
 
 BF16 = torch.bfloat16
+CPU = torch.device("cpu")
 CONFIG = tiny_config(vocab_size=256, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=128)
 LLAMA3 = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=256)
-YARN = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=256)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_embeddings": True},
@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "one kv head": {"n_kv_heads": 1},
     "80 dims": {"head_dim": 80},
     "llama3": {"rope_scaling": LLAMA3},
-    "yarn": {"rope_scaling": YARN},
+    "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=256)},
 }
 CACHES = "bf16", "int8", "planes"
 ENDS = (5, 300, 690)  # of the rows
@@ -83,7 +83,7 @@ class Ways:
 
     def __init__(self, model: Transformer, cache: str = "bf16", *, tail: int = 0) -> None:
         self.model, self.tail = model, tail
-        self.cache = KVCache(model.config, len(ENDS), 3 * SPLIT, format=FORMATS[cache], device=torch.device("cpu"))
+        self.cache = KVCache(model.config, len(ENDS), 3 * SPLIT, format=FORMATS[cache], device=CPU)
         ids = torch.tensor([random_ids(700, seed=row) for row in range(len(ENDS))])
         model.hidden(ids, torch.arange(700).expand(len(ENDS), -1), DenseKV(self.cache.layers, torch.empty(3, 0)))
 
@@ -102,14 +102,8 @@ class Ways:
         if not listed:
             kv: Any = DenseKV(layers, torch.empty(3, 0), page, bodies=self.bodies)
         else:
-            generator = torch.Generator().manual_seed(2)
-            n_kv = layers[0].k.shape[1]
-            lists = [
-                torch.stack([torch.randperm(690, generator=generator)[:48] for _ in range(len(ENDS) * n_kv)])
-                .view(len(ENDS), n_kv, -1)[rows]
-                .clone()
-                for _ in layers
-            ]
+            generator, shape = torch.Generator().manual_seed(2), (len(ENDS), layers[0].k.shape[1], 690)
+            lists = [torch.rand(shape, generator=generator).argsort(-1)[rows, :, :48].clone() for _ in layers]
             lists[0][0, 0, 7:] = -1
             start = (torch.tensor(ENDS) - 60).clamp(min=0)[rows]
             kv = ListedKV(layers, torch.empty(3, 0), lists, start.contiguous(), 80, bodies=self.bodies)
@@ -203,7 +197,7 @@ def test_a_tokens_bits_depend_on_its_row_alone(cache: str) -> None:
 def test_what_is_in_view_past_a_row_and_rows_that_idle_change_no_bit() -> None:
     """Also where the keys of a row are cut into several splits."""
     model = model_of("llama", n_layers=1)
-    cache = KVCache(model.config, 3, 24 * SPLIT, format=FORMATS["bf16"], device=torch.device("cpu"))
+    cache = KVCache(model.config, 3, 24 * SPLIT, format=FORMATS["bf16"], device=CPU)
     generator, whole = torch.Generator().manual_seed(3), Fused(model)
     for x in cache.buffers:
         x.copy_(torch.randn(x.shape, generator=generator))
@@ -212,8 +206,8 @@ def test_what_is_in_view_past_a_row_and_rows_that_idle_change_no_bit() -> None:
         found.append(whole(tokens, torch.tensor(pos)[:, None], DenseKV(cache.layers, torch.empty(splits, 0))))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0][[0, 2]], found[2][[0, 2]]) and found[2].isfinite().all()
-    alone = [layer for layer in cache.slot(2)]
-    assert torch.equal(whole(tokens[2:], torch.tensor([[4100]]), DenseKV(alone, torch.empty(17, 0))), found[0][2:])
+    alone = DenseKV(list(cache.slot(2)), torch.empty(17, 0))
+    assert torch.equal(whole(tokens[2:], torch.tensor([[4100]]), alone), found[0][2:])
 
 
 @needs_kernel
@@ -225,11 +219,9 @@ def test_keys_and_values_are_stored_as_the_cache_rounds_them(cache: str) -> None
     layer = model.layers[0]
     layer.attention_norm.weight.fill_(1.0)
     layer.attention.wqkv.weight[: 2**10].mul_(1e-6)  # scales below fp16's normal numbers
-    ways = Ways(model, cache)
-    cache_of, tokens = ways.cache, torch.arange(3)[:, None]
-    Fused(model)(tokens, torch.zeros(3, 1, dtype=torch.int64), DenseKV(cache_of.layers, torch.empty(2, 0)))
+    (held,), tokens = Ways(model, cache).cache.layers, torch.arange(3)[:, None]
+    Fused(model)(tokens, torch.zeros(3, 1, dtype=torch.int64), DenseKV([held], torch.empty(2, 0)))
     qkv = layer.attention.wqkv(model.embedding(tokens)).unflatten(-1, (2, -1, 64))  # [3, 1, K, G + 2, H]
-    held = cache_of.layers[0]
     for x, buffer, scales, low in (
         (qkv[:, 0, :, -2], held.k, held.k_scale, held.k_low), (qkv[:, 0, :, -1], held.v, held.v_scale, held.v_low),
     ):  # fmt: skip
@@ -238,10 +230,8 @@ def test_keys_and_values_are_stored_as_the_cache_rounds_them(cache: str) -> None
             continue
         numbers, scale = as_int8(x)
         assert scales is not None and torch.equal(scales[:, :, 0], scale)
-        if low is None:
-            assert torch.equal(buffer[:, :, 0], numbers)
-        else:
-            assert all(torch.equal(a[:, :, 0], b) for a, b in zip((buffer, low), as_planes(numbers), strict=True))
+        found, meant = ([buffer], [numbers]) if low is None else ([buffer, low], as_planes(numbers))
+        assert all(torch.equal(a[:, :, 0], b) for a, b in zip(found, meant, strict=True))
 
 
 @needs_kernel
@@ -279,12 +269,7 @@ def test_weights_may_move_and_change() -> None:
     assert torch.equal(ways.step(whole, 1)[0], first)
     model.layers[1].attention.wo.weight.zero_()
     assert not torch.equal(ways.step(whole, 1)[0], first)
-    again = Fused(model)
-    assert torch.equal(ways.step(whole, 1)[0], ways.step(again, 1)[0])
-
-
-class Capped(Attention):
-    """Attention of another family."""
+    assert torch.equal(ways.step(whole, 1)[0], ways.step(Fused(model), 1)[0])
 
 
 def patched(module: Any, name: str = "forward") -> None:
@@ -293,7 +278,7 @@ def patched(module: Any, name: str = "forward") -> None:
 
 CHANGES: dict[str, Callable[[Transformer], object]] = {
     "frequencies of 16 bits": lambda m: setattr(m, "rope_freqs", m.rope_freqs.to(BF16)),
-    "another attention": lambda m: setattr(m.layers[2].attention, "__class__", Capped),
+    "another attention": lambda m: setattr(m.layers[2].attention, "__class__", type("Capped", (Attention,), {})),
     "a norm with an eps of its own": lambda m: setattr(m.layers[0].ffn_norm, "eps", 1e-3),
     "another norm": lambda m: m.layers[0].set_submodule("ffn_norm", torch.nn.LayerNorm(64, dtype=BF16)),
     "a hook": lambda m: m.layers[1].register_forward_hook(lambda *_: None),
@@ -306,10 +291,8 @@ CHANGES: dict[str, Callable[[Transformer], object]] = {
 
 @needs_kernel
 def test_what_it_does_not_serve_is_compiled() -> None:
-    cpu = torch.device("cpu")
-
     def cache_of(model: Transformer, form: str = "bf16") -> KVCache:
-        return KVCache(model.config, 1, SPLIT, format=FORMATS[form], device=cpu)
+        return KVCache(model.config, 1, SPLIT, format=FORMATS[form], device=CPU)
 
     model = model_of("llama")
     assert fuses(model, cache_of(model)) and not fuses(model, cache_of(model, "fp32"))
@@ -329,26 +312,24 @@ def test_what_it_does_not_serve_is_compiled() -> None:
     assert not fuses(plain, cache_of(plain)), "weights that are not packed"
     head = tiny_model(replace(CONFIG, vocab_size=258), dtype=BF16)
     assert pack_linears(head) and not fuses(head, cache_of(head)), "a head that is not"
-    assert not Runner(plain, cache_of(plain), backend=FastBackend(cpu, {})).bodies.fused
+    assert not Runner(plain, cache_of(plain), backend=FastBackend(CPU, {})).bodies.fused
 
 
 @needs_kernel
 def test_weights_that_the_kernel_would_misread_are_refused() -> None:
-    model = model_of("qwen2")
-    ways, bias = Ways(model), model.layers[1].attention.wqkv.bias
-    bias.data = bias.data.float()
-    with pytest.raises(TypeError, match=r"packed weights have a bf16 bias for each output, got torch\.float32"):
-        ways.step(Fused(model), 1)
-    model = model_of("llama")
-    narrow = tiny_model(replace(CONFIG, ffn_dim=64), dtype=BF16)
+    ways, narrow = Ways(model_of("qwen2")), tiny_model(replace(CONFIG, ffn_dim=64), dtype=BF16)
     pack_linears(narrow)
-    model.layers[1].feed_forward = narrow.layers[1].feed_forward
-    with pytest.raises(ValueError, match="products of a layer are of"):
-        Ways(model_of("llama")).step(Fused(model), 1)
-    model = model_of("llama")
-    model.layers[2].ffn_norm.weight.data = model.layers[2].ffn_norm.weight.data.float()
-    with pytest.raises(TypeError, match="contiguous and bf16"):
-        Ways(model_of("llama")).step(Fused(model), 1)
+    one, other, third = (model_of("qwen2") for _ in range(3))
+    bias, norm = one.layers[1].attention.wqkv.bias, third.layers[2].ffn_norm.weight
+    bias.data, norm.data = bias.data.float(), norm.data.float()
+    other.layers[1].feed_forward = narrow.layers[1].feed_forward
+    for model, error, said in (
+        (one, TypeError, r"packed weights have a bf16 bias for each output, got torch\.float32"),
+        (other, ValueError, "products of a layer are of"),
+        (third, TypeError, "contiguous and bf16"),
+    ):
+        with pytest.raises(error, match=said):
+            ways.step(Fused(model), 1)
 
 
 @needs_kernel

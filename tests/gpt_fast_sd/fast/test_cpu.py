@@ -22,6 +22,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor import cpp_builder
+from torch._inductor.exc import InvalidCxxCompiler
 
 from gpt_fast_sd import attention
 from gpt_fast_sd.bodies import CORE, Bodies
@@ -269,9 +271,7 @@ EDGES = [
         *(("draft", 64, 2, tail) for tail in (1, 17, TAIL, 1000)),  # a tail begins at any place, too
     ],
 )
-def test_rows_may_end_anywhere_around_the_edges_of_tiles_and_splits(
-    form: str, head_dim: int, n_tokens: int, tail: int
-) -> None:
+def test_rows_may_end_around_the_edges_of_tiles_and_splits(form: str, head_dim: int, n_tokens: int, tail: int) -> None:
     for ends in ([2, *EDGES[:8]], EDGES[8:16], EDGES[16:24], EDGES[24:]):
         case = Case(ends, form=form, n_tokens=n_tokens, n_kv=1, head_dim=head_dim, tail=tail)
         assert is_close(case.attend(), case.near())
@@ -384,9 +384,8 @@ def test_queries_of_two_bytes_lose_nothing_that_bf16_holds(head_dim: int, form: 
     """With one byte a query is off by 2^-8 of its largest number, which weighs where others are much smaller."""
     errors = []
     for fine in ("", " fine"):
-        case = Case(
-            [40, 130, 4500], form=form + fine, n_tokens=5, group=3, head_dim=head_dim, whole=False, sharp=0.25
-        )  # fmt: skip
+        how: dict[str, Any] = {"n_tokens": 5, "group": 3, "head_dim": head_dim, "whole": False, "sharp": 0.25}
+        case = Case([40, 130, 4500], form=form + fine, **how)
         case.q[..., 3] *= 64.0  # as where keys have been divided by it
         for plane, zero in ((case.k, 8), (case.low[0], 0)):
             assert plane is not None
@@ -476,9 +475,7 @@ def test_listed_entries_are_those_attended_to(form: str, group: int, head_dim: i
     """Neither empty entries nor those past a row reach it, and each query sees those before it."""
     for n, run, n_tokens in ((1, 1, 1), (7, 1, 2), (63, 4, 1), (64, 16, 4), (65, 16, 1), (150, 5, 9), (190, 64, 3),
                              (200, 16, 1)):  # fmt: skip
-        case = Case(
-            [8, 64, 299], form=form, n_tokens=n_tokens, group=group, head_dim=head_dim, n_keys=320, seed=n
-        )  # fmt: skip
+        case = Case([8, 64, 299], form=form, n_tokens=n_tokens, group=group, head_dim=head_dim, n_keys=320, seed=n)
         if form == "bf16":  # values behind a row must be finite: they count with a weight of 2^-126
             case.v.nan_to_num_(0.0)
         index = listing(case, n, run)
@@ -567,17 +564,8 @@ def test_it_serves_keys_of_the_queries_dtype_or_bytes_and_whole_sixteens_of_dims
 
 def traced(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[torch.fx.GraphModule]]:
     """fn as a compiled step runs it, but for the code generator, and its graphs."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    return torch.compile(own_code(fn), fullgraph=True, dynamic=False, backend=backend), graphs
-
-
-def n_kernels(graph: torch.fx.GraphModule) -> int:
-    return sum("cpu_attention" in str(node.target) for node in graph.graph.nodes)
+    graphs, how = list[torch.fx.GraphModule](), {"fullgraph": True, "dynamic": False}
+    return torch.compile(own_code(fn), backend=lambda graph, _: graphs.append(graph) or graph, **how), graphs
 
 
 def attends_as_the_core() -> bool:
@@ -604,7 +592,8 @@ def test_compiled_steps_attend_by_it_and_give_what_the_core_does(n_tokens: int, 
         step, graphs = traced(body)
         got, expected = (x if isinstance(x, tuple) else (x, None) for x in (f(q, layer, *given) for f in (step, core)))
         torch.testing.assert_close(got[0], expected[0], **near)
-        assert n_kernels(graphs[0]) == 1 and (got[1] is None) == (expected[1] is None)
+        assert sum("cpu_attention" in str(node.target) for node in graphs[0].graph.nodes) == 1
+        assert (got[1] is None) == (expected[1] is None)
         if got[1] is not None:
             torch.testing.assert_close(got[1], expected[1], rtol=0.03, atol=1e-5 if form == "bf16" else 0.03)
 
@@ -639,9 +628,6 @@ def test_one_core_builds_a_kernel_too(tmp_path: Path) -> None:
 
 
 def test_without_a_compiler_the_caches_attend_all_the_same(asked_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import cpp_builder
-    from torch._inductor.exc import InvalidCxxCompiler
-
     def none_found() -> None:
         raise InvalidCxxCompiler
 
@@ -662,9 +648,8 @@ def test_a_maker_decides_which_kernel_bf16_caches_get(asked_anew: None, monkeypa
         assert cpu.source_for(64, bf16) == cpu.source_for(64, bf16, FORMATS["bf16"]) == wide
         assert {cpu.source_for(128, bf16, one) for one in others} == {cpu.SOURCE}
         assert cpu.source_for(80, bf16, others[0]) == cpu.source_for(64, torch.float32) == cpu.ANY
-        assert (wide, 64) in cpu_linear.cpu_kernels(64, bf16) and (cpu.SOURCE, 64) in cpu_linear.cpu_kernels(
-            64, bf16, form=others[0]
-        )
+        assert (wide, 64) in cpu_linear.cpu_kernels(64, bf16)
+        assert (cpu.SOURCE, 64) in cpu_linear.cpu_kernels(64, bf16, form=others[0])
 
 
 def test_a_cpu_without_avx512_gets_the_kernel_for_any(asked_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -672,7 +657,6 @@ def test_a_cpu_without_avx512_gets_the_kernel_for_any(asked_anew: None, monkeypa
     monkeypatch.delenv(cpu_sets.VARIABLE, raising=False)
     assert cpu.source_for(64, torch.bfloat16) == cpu.ANY
     assert cpu_sets.chosen().name not in ("amx", "avx512_bf16")
-    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("asked", ["avx1024", "neon plain", "AVX2"])

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, SamplingParams
 from gpt_fast_sd.fast import dequantize_blocks, int4_by_sums, int8_linear, quantize_blocks, quantize_rows
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
 from gpt_fast_sd.fast.cpu import instruction_sets as cpu_sets
@@ -28,7 +28,8 @@ from gpt_fast_sd.fast.cpu import linear as cpu_linear
 from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32
 from tests.gpt_fast_sd.fast.references import layer_of
 from tests.gpt_fast_sd.fast.test_cpu import Case, forced
-from tests.helpers import few, form_of, random_ids, tiny_config, tiny_model
+from tests.gpt_fast_sd.policies.drafting import tokens_of
+from tests.helpers import few, form_of, random_ids, tiny_config, tiny_engine, tiny_model
 
 # what an output's rounding costs, or in fp32 all sums and an exp2
 ROUNDING = {FP32: 4e-6, FP16: 2.0**-11, BF16: 2.0**-8}
@@ -94,9 +95,7 @@ def test_a_nan_of_any_bits_stays_one(instructions: str, bits: int) -> None:
     assert got.isnan().all()
 
 
-def test_scales_that_fp16_holds_below_its_normal_numbers_count_where_such_numbers_are_flushed(
-    instructions: str,
-) -> None:
+def test_scales_below_fp16s_normal_numbers_count_where_such_numbers_are_flushed(instructions: str) -> None:
     q, pos = noise(1, 1, 1, 16), torch.tensor([[79]])
     k, v = (torch.randint(-127, 128, (1, 1, 80, 16), dtype=torch.int8) for _ in range(2))
     scale = torch.full((1, 1, 80), 3e-5).half()
@@ -136,9 +135,7 @@ def check_products(product: Callable[..., Tensor], n_in: int, rows: Sequence[int
 
 
 @pytest.mark.parametrize("n_in", [64, 576])
-def test_products_of_every_kind_of_weight_are_their_references_for_any_number_of_rows(
-    instructions: str, n_in: int
-) -> None:
+def test_products_of_every_kind_of_weight_are_their_references_for_any_rows(instructions: str, n_in: int) -> None:
     def product(
         x: Tensor, numbers: Tensor, blocks: Tensor | None, scales: Tensor | None, bias: Tensor | None,
         gated: bool = False, by_sums: bool = False,
@@ -150,21 +147,18 @@ def test_products_of_every_kind_of_weight_are_their_references_for_any_number_of
     check_products(product, n_in, (1, 2, 3, 4, 5, 6, 7, 12, 13, 31, 49, 130), fused=instructions != "plain")
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("dtype", few([FP32, BF16], [BF16]))
-def test_an_engine_speculates_without_loss(
-    instructions: str, dtype: torch.dtype, traced: list[torch.fx.GraphModule]
-) -> None:
+def test_an_engine_speculates_without_loss(instructions: str, dtype: torch.dtype) -> None:
     """Its compiled steps attend, and multiply bf16, by them."""
-    model = tiny_model(tiny_config(dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96), dtype=dtype)
+    model = tiny_model(tiny_config(dim=64, head_dim=16, ffn_dim=96), dtype=dtype)
     prompts, params = [random_ids(300), random_ids(40, seed=1)], SamplingParams(max_tokens=20, ignore_eos=True)
-    config = EngineConfig(
-        batch_size=2, max_seq_len=512, device="cpu", dtype="fp32" if dtype == FP32 else "bf16", exact=dtype == BF16
-    )
-    engine = Engine(model, None, config, DraftConfig(policy="streaming", budget=64, gamma=3))
+    draft = DraftConfig(policy="streaming", budget=64, gamma=3)
+    engine = tiny_engine(draft, model=model, compile=True, exact=dtype == BF16)
     drafted = engine.generate(prompts, params)
     assert sum(one.stats.drafted for one in drafted) and engine.target.bodies.reads_own_keys
     engine.redraft(DraftConfig())
-    assert [one.tokens for one in engine.generate(prompts, params)] == [one.tokens for one in drafted]
+    assert tokens_of(engine.generate(prompts, params)) == tokens_of(drafted)
 
 
 @pytest.mark.slow

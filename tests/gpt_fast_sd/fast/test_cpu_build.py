@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, Engine, SamplingParams
 from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.fast.compile import can_compile
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
@@ -20,7 +20,8 @@ from gpt_fast_sd.fast.cpu import build as cpu_build
 from gpt_fast_sd.fast.cpu import instruction_sets as cpu_sets
 from gpt_fast_sd.fast.cpu import prebuild as beforehand
 from tests.gpt_fast_sd.fast.test_cpu import asked_anew, forget  # noqa: F401  a fixture
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.gpt_fast_sd.policies.drafting import tokens_of
+from tests.helpers import random_ids, tiny_config, tiny_engine, tiny_model
 
 HEAD_DIM = 16
 
@@ -52,23 +53,22 @@ def built(of_a_wheel: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def generated(dtype: torch.dtype) -> tuple[Engine, list[list[int]]]:
-    model = tiny_model(tiny_config(dim=64, n_heads=4, n_kv_heads=2, head_dim=HEAD_DIM, ffn_dim=96), dtype=dtype)
-    config = EngineConfig(batch_size=2, max_seq_len=512, device="cpu", compile=False)
-    engine = Engine(model, None, config, DraftConfig(policy="streaming", budget=64, gamma=3))
+    model = tiny_model(tiny_config(dim=64, head_dim=HEAD_DIM, ffn_dim=96), dtype=dtype)
+    engine = tiny_engine(DraftConfig(policy="streaming", budget=64, gamma=3), model=model)
+    return engine, said_by(engine)
+
+
+def said_by(engine: Engine) -> list[list[int]]:
     params = SamplingParams(max_tokens=16, ignore_eos=True)
-    return engine, [one.tokens for one in engine.generate([random_ids(300), random_ids(40, seed=1)], params)]
+    return tokens_of(engine.generate([random_ids(300), random_ids(40, seed=1)], params))
 
 
 def test_eager_steps_use_what_is_built_and_say_the_same(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    kernel = cpu.kernel_for
+    calls, kernel = [], cpu.kernel_for
     monkeypatch.setattr(cpu, "kernel_for", lambda *of: calls.append(of) or kernel(*of))
     engine, tokens = generated(torch.float32)
-    assert (
-        kernels.kernels_are_built(HEAD_DIM, torch.float32)
-        and engine.target.backend.uses_kernels(engine.target)
-        and calls
-    )
+    assert kernels.kernels_are_built(HEAD_DIM, torch.float32)
+    assert engine.target.backend.uses_kernels(engine.target) and calls
     for file in built.iterdir():
         file.unlink()
     cpu_build.is_built.cache_clear()
@@ -81,9 +81,7 @@ def test_weights_are_packed_for_what_is_built(built: Path) -> None:
     engine, tokens = generated(torch.bfloat16)
     engine.redraft(DraftConfig())
     assert type(engine.target.model.layers[0].attention.wqkv).__name__ == "PackedLinear"
-    params = SamplingParams(max_tokens=16, ignore_eos=True)
-    plain = engine.generate([random_ids(300), random_ids(40, seed=1)], params)
-    assert [one.tokens for one in plain] == tokens
+    assert said_by(engine) == tokens
 
 
 def test_what_was_built_of_another_text_is_left_alone(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,17 +183,19 @@ def test_a_run_goes_on_although_a_library_in_the_cache_is_torn(tmp_path: Path) -
     """As after a process that was killed while it linked: every later one failed."""
     if not can_compile(torch.device("cpu")):
         pytest.skip("there is no C++ compiler")
-    program = (
-        "import torch\nfrom gpt_fast_sd.fast.compile import CompiledStep\nfrom gpt_fast_sd.fast import vector_options\n"
-    )
-    program += "def step(x):\n    return (x * 3.25 + 1).sin().sum()\n"
-    program += "print(float(CompiledStep(step, dict(vector_options()))(torch.arange(100.0))))\n"
+    code = """if True:
+        import torch
+        from gpt_fast_sd.fast import vector_options
+        from gpt_fast_sd.fast.compile import CompiledStep
+        def step(x):
+            return (x * 3.25 + 1).sin().sum()
+        print(float(CompiledStep(step, dict(vector_options()))(torch.arange(100.0))))
+    """
+    program = [sys.executable, "-c", code]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
 
     def run() -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 

@@ -64,7 +64,7 @@ def prefilled(runner: Runner, text: Sequence[int]) -> list[Tensor]:
     return [x[0, :, : len(text)] for x in cache.buffers]
 
 
-def holds_what_a_prefill_gives(one: Engine, runner: Runner, prompts: Sequence[Sequence[int]], lag: int) -> list[int]:
+def holds_a_prefill(one: Engine, runner: Runner, prompts: Sequence[Sequence[int]], lag: int) -> list[int]:
     """Decode prompts; after every round the draft cache of each live row must hold what a prefill of its text would.
 
     lag: tokens at the end of the text that need not be there. Returns how many drafts the rounds accepted.

@@ -21,7 +21,6 @@ from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
 
 # ---- early exit: the same weights, the same cache, less of both ------------------------------------------------------
 
-
 DEEP = tiny_config(n_layers=4)
 
 
@@ -100,9 +99,7 @@ def naive(text: list[int], ngram: int, gamma: int) -> list[int] | None:
     gamma=st.integers(1, 8),
     junk=st.integers(0, 2),
 )
-def test_it_drafts_what_followed_the_latest_longest_match(
-    rows: list[list[int]], ngram: int, gamma: int, junk: int
-) -> None:
+def test_it_drafts_what_followed_the_longest_match(rows: list[list[int]], ngram: int, gamma: int, junk: int) -> None:
     text = torch.full((len(rows), 24), junk)  # what is past the text must not count
     for i, row in enumerate(rows):
         text[i, : len(row)] = torch.tensor(row)

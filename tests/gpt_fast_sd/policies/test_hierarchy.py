@@ -18,14 +18,7 @@ from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA, HierarchyDraft
 from gpt_fast_sd.sampling import ACCEPT_STREAM, CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM, TARGET_STREAM, uniform
 from gpt_fast_sd.serving.gamma_planner import StepTimes
 from gpt_fast_sd.state import BatchState, RoundPlan
-from tests.gpt_fast_sd.policies.drafting import (
-    PROMPTS,
-    drafting,
-    holds_what_a_prefill_gives,
-    nearly,
-    plans_of,
-    tokens_of,
-)
+from tests.gpt_fast_sd.policies.drafting import PROMPTS, drafting, holds_a_prefill, nearly, plans_of, tokens_of
 from tests.helpers import ahead, few, random_ids, thinned, tiny_config, tiny_model
 
 ALIKE: dict[str, Any] = {"cheap": "standalone", "draft_model": nearly(tiny_model(), by=0.05)}
@@ -122,13 +115,9 @@ def test_each_row_advances_by_what_the_middle_level_kept() -> None:
     draft = middle(one).propose(one.state, plan)
     assert draft.q is None and draft.proposer is not None
     assert draft.count.tolist() == [3, 6, 6, 6]
-    assert [draft.tokens[row, :n].tolist() for row, n in enumerate((3, 6, 6, 6))] == [
-        text[row][1 : n + 1] for row, n in enumerate((3, 6, 6, 6))
-    ]
-    assert draft.proposer[0, :3].tolist() == [1, 1, 1]
-    assert draft.proposer[1].tolist() == [0, 1, 0, 1, 0, 1]
-    assert draft.proposer[2].tolist() == [0, 0, 0, 1, 0, 0]
-    assert draft.proposer[3].tolist() == [0, 0, 1, 0, 0, 0]
+    for row, by in enumerate(([1, 1, 1], [0, 1, 0, 1, 0, 1], [0, 0, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0])):
+        assert draft.proposer[row, : len(by)].tolist() == by
+        assert draft.tokens[row, : len(by)].tolist() == text[row][1 : len(by) + 1]
 
 
 @pytest.mark.parametrize("scripted", [False, True])
@@ -149,7 +138,7 @@ def test_a_standalone_cheap_level_keeps_its_cache_whatever_both_judges_keep(scri
 
     if scripted:
         cheap.propose = right_in_every_fourth_step
-    accepted = holds_what_a_prefill_gives(one, cheap.runner, PROMPTS[:4], lag=3)
+    accepted = holds_a_prefill(one, cheap.runner, PROMPTS[:4], lag=3)
     assert accepted.count(7) >= 12 if scripted else len(set(accepted)) > 4
 
 

@@ -22,13 +22,13 @@ from tests.gpt_fast_sd.policies.drafting import (
     drafting,
     drafting_now_and_then,
     entries,
-    holds_what_a_prefill_gives,
+    holds_a_prefill,
     nearly,
     prefilled,
     tokens_of,
 )
 from tests.gpuless.recorder import mixed_devices
-from tests.helpers import ByteTokenizer, ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import ByteTokenizer, ahead, few, random_ids, tiny_config, tiny_model
 
 SMALLER = tiny_config(n_layers=1, dim=24, n_heads=3, n_kv_heads=3, ffn_dim=32)
 
@@ -45,7 +45,7 @@ def standalone(draft_model: Transformer | None = None, **draft: Any) -> tuple[En
 
 def test_after_every_round_the_cache_holds_what_a_prefill_gives() -> None:
     one, policy = standalone(nearly(tiny_model(), by=0.05))
-    accepted = holds_what_a_prefill_gives(one, policy.runner, PROMPTS, lag=2)
+    accepted = holds_a_prefill(one, policy.runner, PROMPTS, lag=2)
     assert set(accepted) == {0, 1, 2, 3, 4}  # every pattern occurred
 
 
@@ -196,17 +196,12 @@ def test_a_draft_model_of_another_shape_shares_the_record_of_what_is_committed()
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_a_draft_model_with_just_enough_positions_is_taken() -> None:
+def test_a_draft_model_with_just_enough_positions_is_taken_and_redrafting_takes_a_configuration() -> None:
     one, _ = standalone(tiny_model(tiny_config(max_seq_len=640)))
+    with pytest.raises(ValueError, match="draft must be a DraftConfig, got None"):
+        one.redraft(None)  # type: ignore[arg-type]
     one.generate([random_ids(630)], SamplingParams(max_tokens=10))
     assert one.stats.acceptance_rate == 1.0
-
-
-def test_redrafting_takes_a_configuration() -> None:
-    engine = tiny_engine()
-    with pytest.raises(ValueError, match="draft must be a DraftConfig, got None"):
-        engine.redraft(None)  # type: ignore[arg-type]
-    assert engine.generate([[3, 4]], SamplingParams(max_tokens=2))
 
 
 def test_a_draft_model_with_another_tokenizer_is_refused() -> None:

@@ -7,8 +7,8 @@ Shapes: B slots, T tokens, S cache capacity, L layers, K kv heads, G query heads
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -43,13 +43,6 @@ def clean_reads(rig: Rig) -> Tensor:
     return rig.reads() & rig.committed
 
 
-def poison(rig: Rig, spare: Tensor) -> None:
-    """Fill every committed entry but those of spare [L, B, K, S] with huge numbers."""
-    for layer, keep in zip(rig.cache.layers, spare, strict=True):
-        for buffer in layer.buffers:
-            buffer[rig.committed & ~keep] = 1e30
-
-
 def check_reads(rig: Rig, *, budget: int) -> None:
     """The step reads no other committed entries than it says, no more than the budget, and its own position."""
     logits = rig.step()
@@ -74,7 +67,9 @@ def check_reads(rig: Rig, *, budget: int) -> None:
         named = torch.where(kv_indices >= 0, kv_indices, -1 - torch.arange(kv_indices.shape[-1]))
         assert (named.sort(-1).values.diff(dim=-1) > 0).all(), "an entry is listed twice"
     kept = [x.clone() for x in rig.cache.buffers]
-    poison(rig, reads)
+    for layer, spared in zip(rig.cache.layers, reads, strict=True):
+        for buffer in layer.buffers:
+            buffer[rig.committed & ~spared] = 1e30
     assert torch.equal(rig.step(), logits)
     for buffer, before in zip(rig.cache.buffers, kept, strict=True):
         buffer.copy_(before)
@@ -118,17 +113,11 @@ def test_each_entry_that_positions_read_names_is_read(name: str) -> None:
     assert torch.equal(rig.step(), logits)
 
 
-def corners(keys: Tensor, page: int) -> Tensor:
-    """[B, K, S, H] -> the largest and the smallest key of every page and dimension, [B, K, S // page, 2H]."""
-    pages = keys.split(page, 2)
-    return torch.stack([torch.cat([p.max(2).values, p.min(2).values], -1) for p in pages], 2)
-
-
 def check_bounds(rig: Rig) -> None:
     """The window begins at the edge of a page, and all pages before it have the bounds of their keys."""
     page, view = rig.draft.page, rig.view
     for layer, bound in zip(rig.cache.layers, view.bounds, strict=True):
-        truth = corners(layer.k, page)
+        truth = torch.stack([torch.cat([p.amax(2), p.amin(2)], -1) for p in layer.k.split(page, 2)], 2)
         for row, length in rig.lengths.items():
             start = int(view.window_start[row])
             assert start == math.ceil(max(0, length - view.window) / page) * page
@@ -188,10 +177,9 @@ def test_entries_read_counts_what_a_step_may_read_at_most(name: str) -> None:
     rig.begin()
     rig.step()
     max_new = rig.draft.max_gamma + 2
-    also = {
-        "quest": 1024 // PAGE,  # a page's largest and smallest keys are as large as one entry
-        "snapkv": 901 // 18,  # each 18 tokens (half of the budget less what is observed) take a pass over all
-    }
+    # a page's largest and smallest keys are as large as one entry; each 18 tokens (half of the budget less what is
+    # observed) take a pass over all
+    also = {"quest": 1024 // PAGE, "snapkv": 901 // 18}
     assert rig.view.entries_read(901) == BUDGET + max_new + also.get(name, 0)
     assert rig.view.entries_read(90) <= BUDGET + max_new + 512 // PAGE  # two splits are in view at least
     assert int(clean_reads(rig).sum(-1).max()) <= BUDGET
@@ -214,9 +202,7 @@ def test_a_round_that_drafted_is_caught_up_with_in_one_step(gamma: int, monkeypa
 
 @pytest.mark.parametrize("group", [2, 5])
 @pytest.mark.parametrize("n_tokens", [1, 2])
-def test_every_layer_of_a_draft_step_chooses_for_its_own_queries(
-    group: int, n_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_layer_chooses_for_its_own_queries(group: int, n_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config, seen = tiny_config(n_heads=2 * group, n_kv_heads=2), list[Tensor]()
     ahead(monkeypatch, QuestKV, "attend", lambda self, layer, q, *_: seen.append(q))
     rig = Rig("quest", [30, 200, 450, 900], config, budget=100)
@@ -261,14 +247,13 @@ def test_the_blocks_of_most_mass_are_listed_whole(budget: int, page: int) -> Non
         start = int(view.window_start[row])
         assert start % page == 0 and start <= length and length - start <= view.window
         assert length <= budget or length - start > page  # a block and more of what is most recent
-        for layer in range(2):
-            for head in range(2):
-                listed = view.kv_indices[layer, row, head]
-                worth = mass[layer, row, head, : start // page].tolist()
-                best = sorted(range(len(worth)), key=lambda block: -worth[block])[:n_blocks]
-                expected = sorted(block * page + i for block in best for i in range(page))
-                assert listed[listed >= 0].sort().values.tolist() == expected
-                assert (listed[len(expected) :] == -1).all()
+        for layer, head in itertools.product(range(2), range(2)):
+            listed = view.kv_indices[layer, row, head]
+            worth = mass[layer, row, head, : start // page].tolist()
+            best = sorted(range(len(worth)), key=lambda block: -worth[block])[:n_blocks]
+            expected = sorted(block * page + i for block in best for i in range(page))
+            assert listed[listed >= 0].sort().values.tolist() == expected
+            assert (listed[len(expected) :] == -1).all()
 
 
 @pytest.mark.parametrize("refresh", [1, 7, 20, 500])
@@ -277,15 +262,12 @@ def test_a_selection_is_refreshed_after_refresh_tokens_or_when_its_window_is_ful
     view, selections = rig.view, [0] * 4
     for _ in range(30):
         rig.begin()
-        for row in range(4):  # nothing was lost between list and window
-            assert rig.lengths[row] - int(view.window_start[row]) <= view.window
-            assert int(view.window_start[row]) % 16 == 0
-        before = view.selected_at.tolist()
-        start = view.window_start.tolist()
+        before, starts = view.selected_at.tolist(), view.window_start.tolist()
+        for length, start in zip(rig.lengths.values(), starts, strict=True):  # nothing was lost between list and window
+            assert length - start <= view.window and start % 16 == 0
         rig.grow([1, 2, 3, 5])
-        for row in range(4):
-            length = rig.lengths[row]
-            due = length - before[row] >= refresh or length - start[row] > view.window
+        for row, length in rig.lengths.items():
+            due = length - before[row] >= refresh or length - starts[row] > view.window
             assert int(view.selected_at[row]) == (length if due else before[row])
             selections[row] += due
     for n, by in zip(selections, [1, 2, 3, 5], strict=True):
@@ -300,11 +282,7 @@ def engine(name: str, **draft: Any) -> Engine:
     return tiny_engine(DraftConfig(policy=name, **draft), batch_size=4, max_seq_len=900)
 
 
-def prompts(lengths: Sequence[int]) -> list[list[int]]:
-    return [random_ids(n, seed=n) for n in lengths]
-
-
-SWEEP = prompts([1, 2, 31, 33, SPLIT - 1, SPLIT + 2, 400, 2 * SPLIT, 2 * SPLIT + 1, 3 * SPLIT])
+SWEEP = [random_ids(n, seed=n) for n in (1, 2, 31, 33, SPLIT - 1, SPLIT + 2, 400, 2 * SPLIT, 2 * SPLIT + 1, 3 * SPLIT)]
 
 
 @thinned("name,gamma", VIEWS, [1, 2, 5])
@@ -322,7 +300,7 @@ def test_every_draft_is_accepted_where_the_budget_holds_the_context(name: str, g
 def test_rounds_without_drafts_in_between_lose_nothing_that_fits(name: str) -> None:
     one = engine(name, gamma=3, budget=500)
     drafting_now_and_then(one, [*[0] * 70, 3, 3, *[0] * 5, 3, 0, 3, *[0] * 17])
-    one.generate(prompts([1, 20, 120, 300]), SamplingParams(max_tokens=200))
+    one.generate([random_ids(n, seed=n) for n in (1, 20, 120, 300)], SamplingParams(max_tokens=200))
     assert one.stats.drafted > 60 and one.stats.acceptance_rate == 1.0
 
 
@@ -342,9 +320,7 @@ def test_a_stretch_is_shaded_by_the_share_of_it_that_is_read() -> None:
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 5001])
 def test_one_entry_of_many_is_never_blank_and_one_missing_is_never_solid(n: int) -> None:
     lone = torch.eye(n, dtype=torch.bool)[:: max(1, n // 50)][None]  # a line for each of some positions
-    for line in picture(lone).splitlines()[1:]:
-        bar = line[line.index("|") + 1 : line.rindex("|")]
-        assert len(bar) == min(n, 64) and sum(shade != " " for shade in bar) == 1
-    for line in picture(~lone).splitlines()[1:]:
-        bar = line[line.index("|") + 1 : line.rindex("|")]
-        assert sum(shade != "█" for shade in bar) == 1 and set(bar) <= set(SHADES)
+    for mask, all_else in ((lone, " "), (~lone, "█")):
+        for line in picture(mask).splitlines()[1:]:
+            bar = line[line.index("|") + 1 : line.rindex("|")]
+            assert len(bar) == min(n, 64) and sum(shade != all_else for shade in bar) == 1 and set(bar) <= set(SHADES)

@@ -24,7 +24,7 @@ from gpt_fast_sd.policies.snapkv import OBSERVED, SnapKVView, best_entries
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.state import BatchState, RoundPlan
 from gpt_fast_sd.steps import Runner
-from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then
+from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, tokens_of
 from tests.gpt_fast_sd.policies.views_rig import Rig
 from tests.gpt_fast_sd.test_rounds import captured, engine, told
 from tests.helpers import ahead, random_ids, tiny_config, tiny_model
@@ -92,9 +92,7 @@ def test_the_listed_entries_are_those_that_loops_over_heads_and_queries_find(gro
     view = SnapKVView(runner, budget=observed + 40, refresh=8, max_new=6, n_observed=observed)
     state = BatchState.idle(cache.seq_len, cache.capacity + SPLIT, model.config.vocab_size, ())
     n_listed = view.kv_indices.shape[-1]
-    for i, n in enumerate(
-        [1, observed - 1, observed, observed + 1, observed + 39, observed + 40, observed + 41, 2 * observed + 57, 330]
-    ):
+    for i, n in enumerate([1, *(observed + more for more in (-1, 0, 1, 39, 40, 41, observed + 57)), 330]):
         slot, prompt = i % 3, ids[: n + 1]
         state.assign(slot, prompt, SamplingParams(), 0)
         view.host_admit(slot, prompt)
@@ -163,15 +161,10 @@ SAMPLED = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=i % 2, see
 @pytest.mark.usefixtures("four_together")
 def test_the_windows_of_all_rows_that_are_due_are_one_batch(windows_fed: list[tuple[int, ...]]) -> None:
     rig = Rig("snapkv", [700, 500, 300, 200], budget=80)
-    rig.begin()
-    assert windows_fed == [(4, OBSERVED)]
-    windows_fed.clear()
-    rig.grow([40, 40, 40, 40])
-    rig.begin()
-    assert windows_fed == [(4, OBSERVED)]
-    rig.grow([1, 2, 3, 4])
-    rig.begin()
-    assert len(windows_fed) == 1
+    for by, n in (([0] * 4, 1), ([40] * 4, 2), ([1, 2, 3, 4], 2)):
+        rig.grow(by, observed=any(by))
+        rig.begin()
+        assert windows_fed == [(4, OBSERVED)] * n
 
 
 @pytest.mark.parametrize("name", ["snapkv", "standalone, snapkv"])
@@ -228,30 +221,26 @@ def test_a_row_is_selected_for_when_it_is_due_and_the_host_knows_when_to_within_
 
 
 def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = []
-    for name in ("snapkv", "standalone, snapkv"):
+    def tokens(name: str) -> list[list[int]]:
         one = captured(name, gamma="auto")
         drafting_now_and_then(one, (3, 0, 3, 3, 0, 0, 0, 2, 4), timed=False)
         view: Any = one.policy.view  # type: ignore[union-attr]
         refresh = one.schedule.rounds.refresh
 
-        def checked(
-            plan: RoundPlan, view: Any = view, refresh: Any = refresh, state: BatchState = one.state, name: str = name
-        ) -> int:
-            passes: int = refresh(plan)
-            seq_len = (state.seq_len - int(name != "snapkv")).tolist()
-            starts = view.window_start.tolist()
+        def checked(plan: RoundPlan) -> int:
+            passes = refresh(plan)
+            seq_len, starts = (one.state.seq_len - int(name != "snapkv")).tolist(), view.window_start.tolist()
             for slot in plan.lengths:
-                assert not view._full(seq_len[slot], starts[slot]) or not state.active[slot]
+                assert not view._full(seq_len[slot], starts[slot]) or not one.state.active[slot]
                 low, high = view._bounds[slot]
                 if view._full(seq_len[slot], 0) and slot not in view._asked:
                     assert low <= starts[slot] <= high
             return passes
 
         monkeypatch.setattr(one.schedule.rounds, "refresh", checked)
-        got = one.generate(LONG, SamplingParams(max_tokens=60, ignore_eos=True))
-        tokens.append([c.tokens for c in got])
-    assert tokens[0] == tokens[1]
+        return tokens_of(one.generate(LONG, SamplingParams(max_tokens=60, ignore_eos=True)))
+
+    assert tokens("snapkv") == tokens("standalone, snapkv")
 
 
 def test_the_entries_of_most_mass_lie_before_each_rows_own_end() -> None:

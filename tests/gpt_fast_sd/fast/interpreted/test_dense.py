@@ -118,10 +118,8 @@ def test_attention_is_that_of_fp64(way: str, ends: Sequence[int], shape: dict[st
 def test_a_query_past_the_keys_in_view_reads_nothing_and_gives_0(way: str) -> None:
     n_tokens = TOKENS[way]
     n_real = max(1, n_tokens * 4 // 7)
-    # idle, some tokens of padding, none
-    case = Case(
-        [500, 191 + n_tokens - n_real, 129], n_tokens=n_tokens, group=3, dtype=FP32 if way == "decode" else FP16
-    )
+    ends = [500, 191 + n_tokens - n_real, 129]  # idle, some tokens of padding, none
+    case = Case(ends, n_tokens=n_tokens, group=3, dtype=FP32 if way == "decode" else FP16)
     check(case)
     got = case.attend()
     assert not got[0].any() and not got[1, :, n_real:].any() and got[1, :, :n_real].any(-1).all()
