@@ -317,7 +317,10 @@ class KVCache:
         return first
 
     def vacate(self, slot: int, keep: int = 0) -> None:
-        """Forget a slot except its first `keep` entries: no value after them, not even a NaN, reaches the next user."""
+        """Forget a slot except its first `keep` entries: no value after them, not even a NaN, reaches the next user.
+
+        They are zeroed, or left where no reader loads what is past a row's end; a KV of your own must not, either.
+        """
         self.seq_len[slot] = 0
         for buffer in self.buffers if self.clears else ():
             buffer[slot, :, keep:].zero_()

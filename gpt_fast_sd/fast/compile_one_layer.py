@@ -100,7 +100,7 @@ class ByLayer:
         assert output.op == "output" and within, "a step over layers has a layer"
         # a layer begins by reading its input, and ends with the input of the next one
         handed_on = [(within[0].all_input_nodes[0], within[-1])]
-        begin, end, weights_of = _norms(nodes, within)
+        begin, end, weights_of = _norms(nodes, within, self._own)
         if begin:
             within, handed_on = [*within[len(begin) :], *end], [*handed_on, (begin[-1], end[-1])]
         # the weights of the norm at the end: of the next layer, there by place among its own
@@ -151,6 +151,7 @@ class ByLayer:
                 known[f"{name}@{i}"] = outputs[name]
             for given, taken in self._handed_on:
                 known[given] = known[taken] = outputs.get(taken)
+        known.update(zip(self._names, inputs, strict=True))  # a weight of the last norm may be a layer's, too
         if self._after:
             known.update(zip(self._after.outputs, _call(self._after, known), strict=True))
         return tuple(known[name] if name is not None else None for name in self._results)
@@ -222,7 +223,7 @@ def _in_a_layer(node: fx.Node) -> bool:
 
 
 def _norms(
-    nodes: Sequence[fx.Node], layer: Sequence[fx.Node]
+    nodes: Sequence[fx.Node], layer: Sequence[fx.Node], own: dict[str, int]
 ) -> tuple[list[fx.Node], list[fx.Node], dict[fx.Node, fx.Node]]:
     """The module at a layer's beginning and what follows the layer, and the weights of both; nothing if they differ."""
     begin = list(itertools.takewhile(lambda node: _module(node) == _module(layer[0]), layer))
@@ -234,12 +235,16 @@ def _norms(
         return [], [], {}
     for first, last in zip(begin, end, strict=True):
         for a, b in zip(first.all_input_nodes, last.all_input_nodes, strict=False):
-            if a not in same and a.op == b.op == "placeholder" and _alike(a, b):
+            if a not in same and a.name in own and b.op == "placeholder" and _alike(a, b):
                 same[a] = weights[a] = b
-        mapped = fx.map_arg((first.args, first.kwargs), lambda node: same.get(node))
+        mapped = fx.map_arg((first.args, first.kwargs), lambda node: same.get(node, node))
         if (first.op, first.target, mapped) != (last.op, last.target, (last.args, last.kwargs)):
             return [], [], {}
         same[first] = last
+    # what is handed on must be all that the rest of the layer reads of it, and the weights handed in nobody else's
+    apart = {*begin[:-1], *weights.values()}
+    if any(source in apart for node in layer[len(begin) :] for source in node.all_input_nodes):
+        return [], [], {}
     return begin, end, weights
 
 

@@ -31,7 +31,8 @@ NODE = 64 * 2**10
 # Launches of a layer with bf16 weights and cache, of which attention has three with mass, and a copy of that; and of
 # everything else in a step. What the code of a GPU has is counted in tests.
 LAYER_NODES, STEP_NODES = 13, 30
-MORE_NODES = {"int8": 2, "planes": 4, "float8": 4, "quest": 4}  # of a layer with such a cache, weights or view
+# of a layer with such a cache, weights or view, and of one that ranks share: two sums and their ends
+MORE_NODES = {"int8": 2, "planes": 4, "float8": 4, "quest": 4, "ranks": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,10 @@ def _launches(system: System) -> int:
     steps = steps_held(system.config.max_seq_len, system.draft, system.model.group_size)
     views = registry.policy_class(system.draft.policy).views(system.draft)
     weights = {system.config.quantize, system.draft.quantize} & {"float8"}
-    more = sum(MORE_NODES.get(str(name), 0) for name in {system.format.name, *views, *weights})
+    more = sum(
+        MORE_NODES.get(str(name), 0)
+        for name in {system.format.name, *views, *weights, *(["ranks"] * (system.ranks > 1))}
+    )
     return steps * ((LAYER_NODES + more) * layers + STEP_NODES)
 
 

@@ -114,7 +114,7 @@ class HierarchyDraft(DraftPolicy):
         cheap: LookupDraft | StandaloneDraft = LookupDraft(target, config.ngram)
         if cheap_view:
             runner = drafter(beside(target, draft_model, draft_group), config.quantize, tokens=None)
-            # the middle level's own token comes between the cheap drafts and the target's: one more may be lag
+            # the middle level's own token comes between the cheap drafts and the target's: one more may lag
             cheap = StandaloneDraft(runner, build_view(config, cheap_view[0], runner), target.group, lag=3)
             cheap.stream = CHEAP_STREAM
         return cls(middle, view, name, cheap)

@@ -42,7 +42,7 @@ class Precision:
     product of weights that are not packed. beside: fp32 numbers that are kept beside each of the rows that are
     quantized at a time. evens: whether an output can be scaled afterwards, see `equalize_keys`. inputs, outputs: what
     must divide them. padded: the multiple to which inputs are padded. capability: the least compute capability.
-    only_bf16: whether weights of other dtypes are refused. cublas: whether CUDA 12.9 is refused.
+    only_bf16: whether weights of other dtypes are refused. cublas: whether CUDA 12.9 is refused and a product tried.
     """
 
     of: Callable[[nn.Linear], nn.Linear]
@@ -176,10 +176,14 @@ def _refusal(device: torch.device) -> str | None:
 
     https://github.com/pytorch/pytorch/issues/192707
     """
-    one, scale = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones(16, 1, device=device)
+    scale = torch.ones(16, 1, device=device, dtype=torch.float32)
+    one = scale.expand(16, 16).to(torch.float8_e4m3fn)
     try:
         torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
-    except RuntimeError as error:
+        torch.cuda.synchronize(device)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # no answer, and not to be kept as one
+        raise
+    except (RuntimeError, ValueError) as error:
         return in_short(error)
     return None
 

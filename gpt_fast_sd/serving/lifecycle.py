@@ -22,7 +22,7 @@ class Access:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._working = threading.Lock()  # held by a call that is at work; threads may begin at once
+        self._working = threading.Lock()  # held by a call that decodes; threads may begin at once
         self.closed = False
         self.failure: str | None = None  # the error of the device
 
@@ -56,6 +56,7 @@ class Access:
         if not self._working.acquire(blocking=False):
             raise RuntimeError(BUSY)
         try:
+            self.require_open()  # another thread may have closed it meanwhile
             yield
             ended_well = True
         except GeneratorExit:

@@ -16,6 +16,7 @@ from gpt_fast_sd import DraftConfig, EngineConfig, loading, registry
 from gpt_fast_sd.fast import triton_serves
 from gpt_fast_sd.fast.devices import traits_of
 from gpt_fast_sd.loading import TORCH_DTYPES, MemoryPlan, bytes_of_layers, bytes_of_weights, check_kv_dtype, locate
+from gpt_fast_sd.loading.memory import MORE_NODES
 from gpt_fast_sd.model import FORMATS, PRESETS, CacheFormat, ModelConfig, preset, read_config
 from gpt_fast_sd.policies.config import gamma_tiers
 from gpt_fast_sd.policies.standalone import check_draft_model
@@ -127,7 +128,7 @@ class System:
         own, kv = float(TORCH_DTYPES[self.dtype].itemsize), self._format.element_bytes(model.head_dim)
         return Conditions(
             weight_bytes=own, head_bytes=own, kv_bytes=kv, tp=ranks.n if ranks else 1,
-            all_reduce=ranks.all_reduce if ranks else roofline.free,
+            all_reduce=ranks.all_reduce if ranks else roofline.free, more_kernels=MORE_NODES.get(self._format.name, 0),
             efficiency=efficiency if self.device == "cuda" else replace(efficiency, narrow={}),
         )  # fmt: skip
 

@@ -55,10 +55,11 @@ class Efficiency:
 
 
 IDEAL = Efficiency()
-# The share that quantized products reach of bf16's bandwidth: torchao 0.8's table (quantization/README.md) of one row
-# of Llama-3.1-8B on an H100 has 1,905 GB/s in bf16, 1,495 in int8, 1,161 in float8 and 1,019 in int4; on an A100
-# gpt-fast's README has 1,397, and 1,069 in 8 bits and 863 in 4 bits: 0.77 and 0.62.
-PUBLISHED = {"int8": 0.785, "float8": 0.61, "int4": 0.535}
+# The share that quantized products of one row reach of bf16's bandwidth. In torchao 0.8's quantization/README.md
+# Llama-3.1-8B does 126.9, 198.9, 154.6 and 241.4 tokens/s on an H100, in bf16 (15.0 GB), int8, float8 (7.5 GB each)
+# and int4 (4.2), of which a millisecond is launches and attention, counted apart here. As bytes times tokens/s alone
+# they are 0.79, 0.61, 0.54; in gpt-fast's README, on an A100, 0.77 in 8 bits and 0.62 in 4. More rows may reach less.
+PUBLISHED = {"int8": 0.855, "float8": 0.63, "int4": 0.615}
 # What good public kernels reach: 0.85 of the bandwidth in thin matrix products, 0.80 in flash-decoding with grouped
 # queries (FlashInfer and TileLang on Hopper), 0.70 of the peak in matrix products; some 6 us per layer in a CUDA graph.
 PRACTICAL = Efficiency(
@@ -89,10 +90,10 @@ ATTENTION_KERNELS = {
 HEAD_KERNELS = 4  # cosines, the embedding with the first norm; the product with the vocabulary, logits to fp32
 
 
-def kernels(config: ModelConfig, attention: str = "dense") -> int:
-    """Kernels of one step, attention being one of ATTENTION_KERNELS; a view that is not among them reads a list."""
+def kernels(config: ModelConfig, attention: str = "dense", more: int = 0) -> int:
+    """Kernels of one step, attention one of ATTENTION_KERNELS, any other over a list; more: of each layer."""
     own = ATTENTION_KERNELS.get(attention, OVER_A_LIST)
-    return config.n_layers * (BESIDE_ATTENTION + own) + HEAD_KERNELS
+    return config.n_layers * (BESIDE_ATTENTION + own + more) + HEAD_KERNELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +117,15 @@ class Conditions:
     """What all steps of a run have in common.
 
     weight_bytes, kv_bytes: bytes of one weight, and of one element of a key or value (2 for bf16). head_bytes: of one
-    weight of the output; None: like any other. precision: of quantized weights, by name. tp: ranks that hold the model
-    together. efficiency: what kernels reach.
+    weight of the output; None: like any other. precision: of quantized weights, by name. more_kernels: of a layer whose
+    cache is of bytes. tp: ranks that hold the model together. efficiency: what kernels reach.
     """
 
     weight_bytes: float = 2.0
     head_bytes: float | None = None
     kv_bytes: float = 2.0
     precision: str | None = None
+    more_kernels: int = 0
     tp: int = 1
     all_reduce: AllReduce = free
     efficiency: Efficiency = IDEAL
@@ -160,7 +162,7 @@ def step_seconds(
     cost, e = step_cost(config, batch, n_tokens, context, under), under.efficiency
     handed_on = merged_bytes(config, batch, n_tokens, context, e.split, mass_page) / under.tp if e.split else 0.0
     linear, attend = _seconds(cost, chip, under, handed_on)
-    gaps = kernels(config, "mass" if mass_page else attention) * e.kernel_seconds
+    gaps = kernels(config, "mass" if mass_page else attention, under.more_kernels) * e.kernel_seconds
     fixed = config.n_layers * (e.layer_seconds + e.attention_seconds) + e.step_seconds
     return linear + attend + gaps + fixed + collective_seconds(config, batch * n_tokens, under)
 
@@ -221,7 +223,9 @@ def refresh_seconds(
     rows, e = min(refresh.at_once, batch), under.efficiency
     cost = step_cost(config, rows, refresh.n_observed, context, under)
     linear, attention = _seconds(cost, chip, under)
-    gaps = kernels(config) * e.kernel_seconds + config.n_layers * (e.layer_seconds + e.attention_seconds)
+    gaps = kernels(config, more=under.more_kernels) * e.kernel_seconds + config.n_layers * (
+        e.layer_seconds + e.attention_seconds
+    )
     gaps += collective_seconds(config, rows * refresh.n_observed, under)
     passes = batch * tokens / refresh.every / rows  # per round
     return passes * (linear + refresh.reads * attention + gaps + e.step_seconds)

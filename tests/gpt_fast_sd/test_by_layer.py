@@ -18,6 +18,7 @@ from gpt_fast_sd.draft import draft_step
 from gpt_fast_sd.fast.compile import CompiledStep
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.model import FORMATS, KVCache, Transformer
+from gpt_fast_sd.model.llama import Block
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.quantization.quantize import quantize
@@ -98,6 +99,75 @@ def test_a_step_gives_what_the_step_over_all_layers_gives(name: str, changes: di
     if (name, changes) == ("decode", {"tie_embeddings": True}):  # quantized weights are those of each layer, too
         quantize(model, "int8")
         check_equal(name, model, tolerance=1e-3)
+
+
+class Times(torch.nn.Module):
+    """A norm by a tensor that is no parameter of its own."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.__dict__["by"] = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, self.by.shape, self.by, 1e-5)
+
+
+class Second(torch.nn.Module):
+    """The second result of another module."""
+
+    def __init__(self, of: torch.nn.Module) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of(x)[1]  # type: ignore[no-any-return]
+
+
+class TwoResults(torch.nn.Module):
+    """A norm that gives its input in fp32, too."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(size))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.float() * 0.5
+        return wide, wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+@pytest.mark.parametrize("what", ["a bias", "a weight", "two results", "a weight of nobody", "a layer's weight"])
+def test_norms_that_are_not_one_another_are_taken_for_what_they_are(
+    what: str, traced: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layers and behind them: what only one has, or what others read, was that of the first layer in each."""
+    model = tiny_model(tiny_config(n_layers=3))
+    size, shared = model.config.dim, torch.rand(model.config.dim)
+    of_layer, last = {
+        "a bias": (lambda: torch.nn.LayerNorm(size), torch.nn.LayerNorm(size, bias=False)),
+        "a weight": (lambda: torch.nn.RMSNorm(size), torch.nn.RMSNorm(size, elementwise_affine=False)),
+        "two results": (lambda: TwoResults(size), TwoResults(size)),
+        "a weight of nobody": (lambda: Times(shared), Times(shared)),
+        "a layer's weight": (lambda: torch.nn.RMSNorm(size), torch.nn.RMSNorm(size)),
+    }[what]
+    for layer in model.layers:
+        layer.attention_norm = of_layer()
+        for parameter in layer.attention_norm.parameters():
+            torch.nn.init.uniform_(parameter)
+    model.norm = last
+    if what == "a layer's weight":
+        model.layers[0].ffn_norm.weight = last.weight
+    if what == "two results":
+
+        def forward(self: Any, x: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, kv: Any) -> Tensor:
+            wide, normed = self.attention_norm(x)
+            x = wide + self.attention(normed, cos, sin, pos, kv)
+            return x + self.feed_forward(self.ffn_norm(x))
+
+        monkeypatch.setattr(Block, "forward", forward)
+        model.norm = Second(last)
+    model.requires_grad_(False)
+    for name in ("decode", "prefill"):
+        check_equal(name, model)
 
 
 def test_engines_of_few_and_many_layers_compile_as_many_nodes(traced: Parts, monkeypatch: pytest.MonkeyPatch) -> None:

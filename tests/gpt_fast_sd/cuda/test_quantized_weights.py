@@ -139,10 +139,10 @@ def test_a_gpu_whose_library_has_no_product_of_float8_rows_is_refused_at_the_doo
     """RTX 50's by some wheels of torch: its first draft would have failed, after minutes of loading."""
     refusing = mock.patch.object(torch, "_scaled_mm", side_effect=RuntimeError("Rowwise scaling is not supported\nat"))
     asked = table._refusal.__wrapped__
-    with fake_cuda_tensors():
+    with fake_cuda_tensors(), mock.patch.object(torch.cuda, "synchronize"):
         assert asked(CUDA) is None  # its arguments are as torch wants them
     said = r"needs products of float8 rows, .* \(.*Rowwise scaling is not supported.*\)$"
-    with gpu((12, 0)), refusing, pytest.raises(ValueError, match=said):
+    with gpu((12, 0)), mock.patch.object(torch.cuda, "synchronize"), refusing, pytest.raises(ValueError, match=said):
         table._refusal = lambda device: asked(torch.device("cpu"))  # type: ignore[assignment]  # gpu() puts it back
         require_precision("float8", CUDA, torch.bfloat16)
 
