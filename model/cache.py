@@ -278,7 +278,8 @@ class KVCache:
 
         self.layers = [layer() for _ in range(config.n_layers)]
         self.seq_len = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.clears = True  # whether what is past a row's last entry may be read, if only to be masked
+        # whether a reader loads what is past a row's last entry, if only to mask it; None: nobody has said
+        self.clears: bool | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -322,7 +323,7 @@ class KVCache:
         They are zeroed, or left where no reader loads what is past a row's end; a KV of your own must not, either.
         """
         self.seq_len[slot] = 0
-        for buffer in self.buffers if self.clears else ():
+        for buffer in () if self.clears is False else self.buffers:
             buffer[slot, :, keep:].zero_()
 
     def copy(self, source: int, slot: int, n: int) -> None:

@@ -86,13 +86,15 @@ class FastBackend(Backend):
         Triton's attention reads nothing past a row's last entry, so a cache that it alone reads is not cleared: zeroing
         the rest of a slot of 131,072 tokens, 17 GB of an 8 B model, takes as long as a short prompt.
         """
-        runner.cache.clears = True
+        cache = runner.cache
+        if self.stand_ins and triton_serves(self.device):
+            bodies = self._put_in(Bodies(), self._triton())
+            # one reader that loads such entries is enough, whoever comes after it
+            cache.clears = bool(cache.clears) or ("attention", "Triton") not in bodies.names
+            return bodies
+        cache.clears = True
         if not self.stand_ins:
             return Bodies()
-        if triton_serves(self.device):
-            bodies = self._put_in(Bodies(), self._triton())
-            runner.cache.clears = ("attention", "Triton") not in bodies.names
-            return bodies
         if self.device.type != "cpu":
             return Bodies()
         bodies = self._put_in(Bodies(), {"top-k and top-p": ({"probabilities": triton.probabilities}, "NumPy's sort")})

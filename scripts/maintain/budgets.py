@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RUN = {
     "batch",
+    "card",
     "common",
     "files",
     "flags",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from card import time_split
 from gpt_fast_sd import Engine, SamplingParams
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.sampling import GREEDY, Kind
@@ -19,7 +20,6 @@ from gpt_fast_sd.serving.launch import Rounds
 from gpt_fast_sd.serving.requests import Request
 from gpt_fast_sd.state import RoundPlan
 from measuring import turns
-from measuring.card import time_split
 from tests.drafts import draft_of
 from tests.gpt_fast_sd.policies.drafting import tokens_of
 from tests.gpuless.pools import Cuda

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import card as run_card
 import generate
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED, find_smollm2, locate
@@ -257,16 +258,16 @@ def test_long_runs_are_compared_once_and_captures_are_shown(tiny: Engine, monkey
     prompts, params = [random_ids(9)], [SamplingParams(max_tokens=8)]
     shown = tiny.generate(prompts, params)
     stats, compared = tiny.stats, generate.compare(tiny, prompts, params, shown, "tiny")
-    assert "capturing" not in generate.card(tiny, prompts, stats, compared)
+    assert "capturing" not in run_card.card(tiny, prompts, stats, compared)
     for one in (compared.plain[0], compared.speculative[0]):  # stats is the latter
         one.capture_seconds = 1.2
     for comparison, seconds in ((None, "1.2"), (compared, "2.4")):
-        lines = [line.split() for line in generate.card(tiny, prompts, stats, comparison).splitlines()]
+        lines = [line.split() for line in run_card.card(tiny, prompts, stats, comparison).splitlines()]
         assert ["capturing", seconds, "s"] in [words[:3] for words in lines]
     monkeypatch.setattr(comparing, "SHORT_RUN", 0.0)
     compared = generate.compare(tiny, prompts, params, tiny.generate(prompts, params), "tiny")
     assert (len(compared.plain), len(compared.speculative)) == (1, 1)
-    assert "one run each" in generate.card(tiny, prompts, compared.speculative[0], compared)
+    assert "one run each" in run_card.card(tiny, prompts, compared.speculative[0], compared)
 
 
 def test_samples_are_not_compared(tiny: Engine, monkeypatch: Patch) -> None:
@@ -276,7 +277,7 @@ def test_samples_are_not_compared(tiny: Engine, monkeypatch: Patch) -> None:
     for params, said, equal in (([sampled], "samples differ by design", None), ([one, sampled, one], both, True)):
         prompts = [random_ids(5 + i, seed=i) for i in range(len(params))]
         compared = generate.compare(tiny, prompts, params, tiny.generate(prompts, params), "tiny")
-        assert said in rows(generate.card(tiny, prompts, tiny.stats, compared))["outputs"]
+        assert said in rows(run_card.card(tiny, prompts, tiny.stats, compared))["outputs"]
         assert compared.as_dict()["outputs_equal"] is equal
 
 
@@ -300,7 +301,7 @@ def test_a_difference_is_a_near_tie_only_within_what_its_dtype_rounds_away() -> 
     def said(gap: float, **changes: Any) -> str:
         engine = Engine(tiny_model(), None, EngineConfig(max_seq_len=64, compile=False, **changes))
         found = [Difference(1, 12, 5, 6, gap)]
-        first, second = generate.verdict(engine, comparing.Comparison([EngineStats()], [EngineStats()], 3, found))
+        first, second = run_card.verdict(engine, comparing.Comparison([EngineStats()], [EngineStats()], 3, found))
         assert first == "2 of 3 greedy ones equal, token for token"
         assert second.startswith("prompt 1 differs from output token 12 on")
         return str(second)

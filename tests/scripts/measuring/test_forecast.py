@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, registry
+from gpt_fast_sd.loading.memory import LAYER_NODES, MORE_NODES
 from gpt_fast_sd.model import ModelConfig, preset
 from gpt_fast_sd.policies import View
 from measuring import roofline
@@ -439,6 +440,10 @@ def test_kernels_of_a_layer_are_counted_as_they_are_launched() -> None:
     found["quest"] += of_layers // test_codegen.LAYERS - test_codegen.LAYER - 1  # beside the operator that chooses
     assert found == roofline.ATTENTION_KERNELS
     assert roofline.kernels(LLAMA) == 32 * 11 + 4
+    assert roofline.BESIDE_ATTENTION + found["mass"] == LAYER_NODES
+    assert MORE_NODES["quest"] == found["quest"] - found["mass"] and {
+        name: MORE_NODES[name] for name in ("int8", "planes")
+    } == {name: test_codegen.CACHES[name][0] for name in ("int8", "planes")}
 
 
 # ---- lengths ---------------------------------------------------------------------------------------------------------
