@@ -29,6 +29,7 @@ from . import rebuilding, vector_options
 from .compile_one_layer import ByLayer, Layer, LayeredModel
 
 Options = dict[str, Any]  # Inductor's, by their names in torch._inductor.config
+_FORGOTTEN: list[types.CodeType] = []  # what no step calls any more
 
 
 class CompiledStep(Step):
@@ -52,6 +53,7 @@ class CompiledStep(Step):
         self._codes: list[types.CodeType] = []  # of the variants
         weakref.finalize(self, _forget, self._codes)
         importlib.import_module("torch._dynamo")  # before sizes are marked, see steps.size_carrier
+        _forget([])
 
     def __call__(self, *args: Any, variant: Hashable = None) -> Any:
         """Call the step. variant: a key for differences in the arguments that need a graph of their own.
@@ -102,12 +104,15 @@ def _backend(this: weakref.ref[CompiledStep], graph: torch.fx.GraphModule, input
 def _forget(codes: list[types.CodeType]) -> None:
     """Drop what Dynamo compiled of these: its results refer to the code that they were made of, and that to them.
 
-    Neither would ever go, nor the traced graph, a few MiB per step, to which the module's globals hold a name.
+    Neither would ever go, nor the traced graph, a few MiB per step, to which the module's globals hold a name. While
+    Dynamo is at work, be it that a reset of its own let the step go, nothing may be dropped: the next call does.
     """
+    _FORGOTTEN.extend(codes)
     if "torch._dynamo" in sys.modules:
-        reset_code = torch._C._dynamo.eval_frame.reset_code
-        for code in codes:
-            reset_code(code)
+        from torch._dynamo.convert_frame import compile_lock
+
+        while _FORGOTTEN and not compile_lock._is_owned():
+            torch._C._dynamo.eval_frame.reset_code(_FORGOTTEN.pop())
 
 
 def inductor_options(config: EngineConfig, device: torch.device) -> Options:

@@ -179,8 +179,8 @@ def _refusal(device: torch.device) -> str | None:
     scale = torch.ones(16, 1, device=device, dtype=torch.float32)
     one = scale.expand(16, 16).to(torch.float8_e4m3fn)
     try:
-        torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
-        torch.cuda.synchronize(device)
+        product = torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+        product.cpu()  # waits: what fails on a device says so late
     except (torch.OutOfMemoryError, torch.AcceleratorError):  # no answer, and not to be kept as one
         raise
     except (RuntimeError, ValueError) as error:

@@ -174,3 +174,20 @@ def test_nothing_of_steps_that_were_dropped_is_kept() -> None:
     gc.collect()
     assert sum(code() is not None for code in codes) <= 1  # torch may still refer to one of them
     assert sum(name.startswith("__compiled_fn") for name in globals()) <= 1
+
+
+def test_a_step_that_goes_with_what_dynamo_resets_is_dropped_once() -> None:
+    """Dropping the code that was being dropped ended the process, or hung in it."""
+
+    class Held(CompiledStep):
+        def _inductor(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+            return lambda *args: (self, graph.forward(*args))[1]  # so that what is compiled holds the step
+
+    step = Held(plus_one)
+    assert step(torch.zeros(2)).tolist() == [1.0, 1.0]
+    code = weakref.ref(step._codes[0])
+    del step
+    torch._dynamo.reset()
+    CompiledStep(plus_one)
+    gc.collect()
+    assert code() is None

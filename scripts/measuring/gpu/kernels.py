@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt_fast_sd import attention, fast
+from gpt_fast_sd.fast.compile import own_code
 from gpt_fast_sd.model import FORMATS, SPLIT, CacheLayer, as_planes
 from gpt_fast_sd.policies import selection
 from gpt_fast_sd.quantization.quantize import TAIL
@@ -226,12 +227,17 @@ def timed_linears(setup: Setup) -> list[Record]:
     return timings.rows
 
 
+def _product(linear: torch.nn.Module, x: Tensor) -> object:
+    return linear(x)
+
+
 def multiplied(linear: torch.nn.Module, x: Tensor, *, compiled: bool) -> Callable[[], object]:
     """A product as steps compile it: what quantizes the rows of float8 is a part of it."""
-    if compiled:
-        torch._dynamo.reset()  # to which products of all sizes are one function: it would compile the first eight
-    step = torch.compile(linear, dynamic=False, fullgraph=True) if compiled else linear
-    return torch.inference_mode()(lambda: step(x))
+    if not compiled:
+        return torch.inference_mode()(lambda: linear(x))
+    # to Dynamo products of all sizes are one function, of which it would compile the first eight
+    step = torch.compile(own_code(_product), dynamic=False, fullgraph=True)
+    return torch.inference_mode()(lambda: step(linear, x))
 
 
 def timed_select(setup: Setup) -> list[Record]:
