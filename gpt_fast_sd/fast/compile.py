@@ -111,7 +111,7 @@ def _forget(codes: list[types.CodeType]) -> None:
     if "torch._dynamo" in sys.modules:
         from torch._dynamo.convert_frame import compile_lock
 
-        while _FORGOTTEN and not compile_lock._is_owned():
+        while _FORGOTTEN and not compile_lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
             torch._C._dynamo.eval_frame.reset_code(_FORGOTTEN.pop())
 
 
