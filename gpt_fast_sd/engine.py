@@ -89,10 +89,10 @@ class Engine:
         )  # fmt: skip
         captures = cfg.cuda_graphs == "round" and traits_of(self.device).captures
         capture = GraphPool(self.device) if captures else None
-        rounds = rounds_for(self.draft, draft_model, self.target, self.state, capture, self.parallel, cfg)
+        made = self._plan.system.draft, draft_model, self.target, self.state, capture, self.parallel, cfg
         self._prefill, self._access = Prefill(self.target), Access(self.device)
         self._compile_seconds: float | None = None  # None: the steps are not compiled yet
-        self.schedule = Schedule(self._prefill, self.state, rounds, self.parallel)
+        self.schedule = Schedule(self._prefill, self.state, rounds_for(*made), self.parallel)
         self.parallel.close_before(self)
 
     def __enter__(self) -> Engine:
@@ -123,8 +123,8 @@ class Engine:
             raise ValueError(f"draft must be a DraftConfig, got {draft!r:.80}")
         plan = self._plan_of(draft, draft_model, self.cache.format)
         plan.added_to(self._plan).check_added(free_memory(self.device, held=self._plan.total))
-        before = self.schedule.rounds
-        rounds = rounds_for(draft, draft_model, self.target, self.state, before.capture, self.parallel, self.config)
+        before, cfg = self.schedule.rounds, self.config
+        rounds = rounds_for(plan.system.draft, draft_model, self.target, self.state, before.capture, self.parallel, cfg)
         before.forget()  # even if something else still refers to them
         rounds.keep_steps(before)
         self.draft, self._plan = draft, replace(plan, weights=self._plan.weights)

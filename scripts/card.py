@@ -13,6 +13,7 @@ from typing import Any
 from gpt_fast_sd import Completion, DraftConfig, Engine
 from gpt_fast_sd.policies.registry import VIEWS
 from gpt_fast_sd.quantization.table import bytes_held
+from gpt_fast_sd.serving.draft_planner import DraftPlanner
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring import Recorder, Way, page
 from measuring.comparing import Comparison
@@ -33,6 +34,7 @@ def card(engine: Engine, prompts: Sequence[Sequence[int]], stats: EngineStats, c
     if engine.policy:
         by_gamma = sorted(stats.rounds_by_gamma.items(), reverse=True)
         rows.append(("rounds", ", ".join(f"{n:,} of gamma {gamma}" for gamma, n in by_gamma)))
+    rows += found(engine)
     if comparison:
         n = len(comparison.plain)
         rows += unquantized(comparison)
@@ -74,13 +76,29 @@ def who_drafts(draft: DraftConfig) -> str:
     settings = {
         "of": draft.draft_model, "layers": draft.exit_layers,
         "cheap": draft.cheap if draft.policy == "hierarchy" else None,
-        "view": draft.view_name if draft.policy not in VIEWS else None,
+        "view": draft.view_name if draft.policy not in (*VIEWS, "auto") else None,
         "budget": draft.budget if draft.view_name not in (None, "full") else None,
         "weights": draft.quantize, "kv bits": draft.kv_bits, "gamma": draft.gamma,
         **{name: getattr(draft, name) for name in OWN if getattr(draft, name) != getattr(DraftConfig, name)},
         "on processes": draft.draft_tp,
     }  # fmt: skip
     return ", ".join([draft.policy, *(f"{name} {value}" for name, value in settings.items() if value is not None)])
+
+
+def found(engine: Engine) -> Rows:
+    """What "auto" has found out about those who may draft, in the last run that drafted."""
+    planner = engine.schedule.planner
+    if not isinstance(planner, DraftPlanner):
+        return []
+    timed, others = ([one for one in planner.found() if (one.speed is None) == out] for out in (False, True))
+    rows = [
+        ("tried" if one.rounds else "not tried", f"{one.name}: {one.rounds:,} rounds, {one.speed:.2f} x of plain"
+         + (f", {one.acceptance:.0%} of first drafts kept" if one.acceptance is not None else ", by its steps alone"))
+        for one in timed
+    ]  # fmt: skip
+    if others:
+        rows.append(("left out", ", ".join(one.name for one in others) + ": could not pay here whatever they kept"))
+    return [*rows, ("nothing pays", why)] if (why := planner.why_not()) else rows
 
 
 def alone(engine: Engine, stats: EngineStats) -> Rows:
@@ -152,10 +170,12 @@ def document(
     engine: Engine, model: str, completions: Sequence[Completion], stats: EngineStats, comparison: Comparison | None
 ) -> dict[str, Any]:
     """The JSON document of a run: completions and their cost; model: its name as given."""
+    planner = engine.schedule.planner
     return {
         "completions": [as_record(completion) for completion in completions],
         "stats": stats.as_dict(),
         **({"plain": comparison.as_dict()} if comparison else {}),
+        **({"found": [vars(one) for one in planner.found()]} if isinstance(planner, DraftPlanner) else {}),
         "config": {
             "model": model,
             "engine": dataclasses.asdict(engine.config),

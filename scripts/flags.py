@@ -136,7 +136,7 @@ def add_flags(parser: Parser, config: type[Config], **changes: Change) -> None:
 
 def public(config: type[Config]) -> list[Field[Any]]:
     """The fields that a user may set."""
-    return [field for field in fields(config) if field.init]
+    return [field for field in fields(config) if "help" in field.metadata]
 
 
 def flag_of(field: Field[Any]) -> str:

@@ -77,7 +77,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     sampling = parser.add_argument_group("how they are continued")
     beside = "0; more if no prompt is given"
     add_flags(sampling, SamplingParams, max_tokens={"default": 200}, temperature={"default": None, "unset": beside})
-    add_flags(parser.add_argument_group("who drafts"), DraftConfig, policy={"default": "streaming"})
+    add_flags(parser.add_argument_group("who drafts"), DraftConfig, policy={"default": "auto"})
     add_engine_flags(
         parser,
         model={"default": None, "unset": "smollm2 if there, else bundled"},

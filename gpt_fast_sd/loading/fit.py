@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,10 +14,11 @@ from gpt_fast_sd.tp import Group
 from ..config import EngineConfig
 from ..fast import kernels_are_built, packing_builds
 from ..fast.cpu.packing import is_packed
+from ..policies.auto import AutoConfig
 from ..policies.config import DraftConfig
 from ..quantization.quantize import is_quantized
 from ..quantization.table import require_copy, require_precision, require_sizes
-from .machine import require_kernels, whole_memory
+from .machine import free_memory, require_kernels, whole_memory
 from .memory import MemoryPlan
 from .system import System
 
@@ -96,7 +98,26 @@ def require_plain(model: Transformer, config: EngineConfig) -> None:
 def plan_for(system: System) -> MemoryPlan:
     """The memory plan of a rank's part on this machine; ValueError for a precision that does not run here."""
     _require_precisions(system)
-    return MemoryPlan.of(replace(system, whole=whole_memory(system.device), packs=_packs(system)))
+    system = replace(system, whole=whole_memory(system.device), packs=_packs(system))
+    if system.draft.policy != "auto":
+        return MemoryPlan.of(system)
+    have, precisions = free_memory(system.device), [system.draft.quantize]
+    if system.draft.quantize is None:
+        precisions += filter(partial(_may_draft, system), ("int4", "int8"))
+    while True:  # without the copies that do not fit
+        plan = MemoryPlan.of(replace(system, draft=AutoConfig.of(system.draft, precisions)))
+        if len(precisions) == 1 or have is None or (plan.draft_weights if system.held else plan.total) <= have:
+            return plan
+        precisions.pop()
+
+
+def _may_draft(system: System, precision: str) -> bool:
+    """Whether the target may draft for itself with weights of this precision."""
+    try:
+        _require_precisions(replace(system, draft=DraftConfig(policy="streaming", quantize=precision)))
+    except ValueError:
+        return False
+    return system.config.quantize != precision and system.config.bodies == "fast"
 
 
 def _require_precisions(system: System) -> None:

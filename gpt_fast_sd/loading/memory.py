@@ -15,6 +15,8 @@ from gpt_fast_sd.tp import local_config
 
 from ..fast.devices import traits_of
 from ..policies import registry
+from ..policies.auto import AutoConfig
+from ..policies.config import DraftConfig
 from ..policies.costs import steps_held
 from ..quantization.table import matrices_of, precision
 from .system import System
@@ -54,6 +56,8 @@ class MemoryPlan:
     @staticmethod
     def of(system: System) -> MemoryPlan:
         """The plan of one rank (see System.of_rank)."""
+        if isinstance(system.draft, AutoConfig):
+            return _of_arms(system, system.draft.arms)
         within = replace(system, draft=system.draft.within(system.capacity))
         config, model, device = within.config, within.model, within.device
         work, entries = Workspace(within), config.batch_size * (within.capacity + SPLIT)
@@ -146,6 +150,16 @@ class MemoryPlan:
     def _sum(self) -> str:
         sizes = " + ".join(f"{name} {_size(n)}" for name, n in self.parts.items() if n)
         return f"{sizes} = {_size(self.total)}"
+
+
+def _of_arms(system: System, arms: tuple[DraftConfig, ...]) -> MemoryPlan:
+    """The plan of an engine in which one of several policies drafts at a time: with one copy of each precision."""
+    plans = [MemoryPlan.of(replace(system, draft=arm)) for arm in arms]
+    copies = {(arm.quantize, arm.policy == "standalone"): plan.draft_weights
+              for arm, plan in zip(arms, plans, strict=True)}  # fmt: skip
+    most = {name: max(getattr(plan, name) for plan in plans) for name in ("workspace", "captured", "graphs")}
+    policy = sum(plan.policy for plan in plans)
+    return replace(plans[0], system=system, draft_weights=sum(copies.values()), policy=policy, **most)
 
 
 def _largest(fits: Callable[[int], bool], upper: int) -> int:

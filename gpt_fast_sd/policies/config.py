@@ -29,10 +29,11 @@ def gamma_tiers(group: int) -> tuple[int, ...]:
 class DraftConfig:
     """Who drafts, and what it may read.
 
-    policy: "off" is plain decoding. "full", "streaming", "snapkv", "quest" and "guided" are the target itself with that
-    view of its own cache; "standalone" is draft_model, "early_exit" the target's first exit_layers layers, "lookup" an
-    n-gram of at most `ngram` tokens from the row's own text, "hierarchy" lets `cheap` draft for the target with a
-    sparse view of its cache, which drafts for the target.
+    policy: "off" is plain decoding; "auto" is in every round whoever pays best, or nobody (see auto.py). "full",
+    "streaming", "snapkv", "quest" and "guided" are the target itself with that view of its own cache; "standalone" is
+    draft_model, "early_exit" the target's first exit_layers layers, "lookup" an n-gram of at most `ngram` tokens from
+    the row's own text, "hierarchy" lets `cheap` draft for the target with a sparse view of its cache, which drafts for
+    the target.
     quantize: a copy of the drafting model drafts, with weights of that precision in its layers and head; it shares all
     else, and the target's weights are not touched.
     kv_bits 4: drafts read the upper four bits of the target's int8 cache, and its last 64 tokens whole; "quantized"

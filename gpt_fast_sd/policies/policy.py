@@ -105,6 +105,7 @@ class DraftPolicy(RoundHooks, PolicyCosts):
     reads = ""  # what that reads, in a phrase; of a view's name the view says it
     flags: tuple[str, ...] = ()  # the fields of DraftConfig that it uses besides gamma
     proposers: tuple[str, ...] = ()  # who may have proposed a token, see Draft.proposer
+    arm = 0  # which of several policies drafts, see auto.py
 
     @classmethod
     def build(
@@ -124,6 +125,15 @@ class DraftPolicy(RoundHooks, PolicyCosts):
     def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
         """On the device, before device_after_verify: draft for all rows; nothing committed is changed."""
         raise NotImplementedError
+
+    def use(self, arm: int) -> DraftPolicy:
+        """Let one of its arms draft from now on; returns it."""
+        return self
+
+    @property
+    def now(self) -> DraftPolicy | None:
+        """Which of its arms drafts now."""
+        return self
 
     def n_steps(self, gamma: int) -> float:
         """The cost of drafting gamma tokens, counted in steps that take the same time; see GammaPlanner."""

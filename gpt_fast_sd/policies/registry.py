@@ -17,6 +17,7 @@ VIEWS: dict[str, Any] = {
     "guided": "guided.GuidedView",
 }
 DRAFTERS: dict[str, Any] = {
+    "auto": "auto.AutoDraft",
     "standalone": "standalone.StandaloneDraft",
     "quantized": "quantized.QuantizedDraft",
     "lookup": "lookup.LookupDraft",

@@ -16,7 +16,10 @@ from gpt_fast_sd.model import SPLIT
 from ..config import MAX_GAMMA
 from ..sampling import GREEDY
 from ..state import RoundPlan
+from .draft_planner import DraftPlanner
 from .scheduling import Schedule
+
+LONG = 0.1  # seconds of a step that noise changes little
 
 
 def warm_up(at: Schedule) -> float:
@@ -25,11 +28,15 @@ def warm_up(at: Schedule) -> float:
     parts: list[Callable[[], object]] = [at.prefill.warm_up]
     if policy:
         parts.append(policy.warm_up)
-    parts += [partial(rounds.warm_up, [gamma], [GREEDY]) for gamma in at.gammas]
-    if policy:
-        selecting = partial(time_selecting, at) if policy.refresh_every else None
-        timed = partial(at.planner.calibrate, partial(time_steps, at), 2 * SPLIT, at.cache.capacity)
-        parts.append(partial(timed, selecting, getattr(policy, "n_steps", None)))
+    few, many = 2 * SPLIT, at.cache.capacity
+    if isinstance(at.planner, DraftPlanner):
+        parts += [partial(rounds.warm_up, [0], [GREEDY]), partial(find_arms, at, few, many)]
+    else:
+        parts += [partial(rounds.warm_up, [gamma], [GREEDY]) for gamma in at.gammas]
+        if policy:
+            selecting = partial(time_selecting, at) if policy.refresh_every else None
+            timed = partial(at.planner.calibrate, partial(time_steps, at), few, many)
+            parts.append(partial(timed, selecting, getattr(policy, "n_steps", None)))
     what = "warm up" if not rounds.target.backend.compiles else "compile"
     for done, part in enumerate(parts):
         at.tell(what, done, len(parts))
@@ -40,8 +47,35 @@ def warm_up(at: Schedule) -> float:
     return time.perf_counter() - started
 
 
-def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
+def find_arms(at: Schedule, few: int, many: int) -> None:
+    """Time the target's steps, then make and time the arms that may pay beside them."""
+    planner, policy = at.planner, at.policy
+    assert isinstance(planner, DraftPlanner) and policy
+
+    def verifying(gamma: int, n_keys: int) -> float:
+        return time_steps(at, gamma, n_keys, drafts=False)[1]
+
+    planner.time_target(verifying, few, many)
+    summing: list[int] = []
+    for arm in planner.promising(few, many):
+        drafter = policy.use(arm)
+        drafter.warm_up()
+        at.rounds.warm_up(at.gammas, [GREEDY])
+        summing += [arm] if drafter.wants_mass else []
+        if summing == [arm]:  # the first of them: the target's steps are the same for all
+            wanted = [i for i, one in enumerate(planner.arms) if one.view == planner.arms[arm].view]
+            planner.time_target(verifying, few, many, wanted)
+        planner.time_arm(
+            arm, lambda gamma: time_steps(at, gamma, many, verifies=False)[0], many, steps=drafter.n_steps
+        )  # fmt: skip
+
+
+def time_steps(
+    at: Schedule, gamma: int, n_keys: int, *, drafts: bool = True, verifies: bool = True
+) -> tuple[float, float]:
     """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of three.
+
+    Once is enough where it takes LONG. drafts, verifies: which of both are timed.
 
     Drafting is timed for one token and for the highest tier.
     """
@@ -55,9 +89,9 @@ def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
         state.active.fill_(True)
         tokens = torch.zeros(len(at.slots), gamma + 1, dtype=torch.int64, device=state.seq_len.device)
         # once each before they are timed, since a first call may compile
-        timed = gamma in (1, at.planner.tiers[-1])
+        timed = drafts and gamma in (at.planner.tiers[1], at.planner.tiers[-1])
         propose = rounds.prepared(lambda: policy.propose(state, plan)) if timed else lambda: None
-        verify = rounds.prepared(lambda: rounds.feed(tokens, n_keys))
+        verify = rounds.prepared(lambda: rounds.feed(tokens, n_keys)) if verifies else lambda: None
         for _ in range(3):
             started = time.perf_counter()
             propose()
@@ -66,6 +100,8 @@ def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
             verify()
             rounds.synchronize()
             seconds.append(((drafted - started) / max(1, gamma), time.perf_counter() - drafted))
+            if time.perf_counter() - started > LONG:
+                break
     finally:
         for buffer, before in held:  # slots keep their prompts
             buffer[:, :, fed] = before

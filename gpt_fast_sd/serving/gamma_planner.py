@@ -95,6 +95,9 @@ class HostTime:
 class GammaPlanner:
     """Chooses gamma round by round; a fixed gamma is always chosen."""
 
+    arm, ready = 0, (0,)  # there is one
+    to_come = 0.0  # tokens of a row that the run may still bring
+
     def __init__(self, gamma: int | str, tiers: Sequence[int]) -> None:
         self.fixed = None if isinstance(gamma, str) else gamma
         self.tiers = tuple(tiers)
@@ -124,10 +127,10 @@ class GammaPlanner:
         """
         if self.fixed is not None:
             return
-        self.steps, highest = steps or float, max(self.tiers)
+        self.steps, (least, *_, highest) = steps or float, [self.tiers[1], *self.tiers[1:]]
         # each tier: kernels take rows by tiles, so one more draft may cost nothing, or as much as the four before it
         at = {(g, n): measure(g, n) for g in self.tiers for n in (few, many)}
-        parts = [self._parted(at[1, n][0], highest * at[highest, n][0]) for n in (few, many)]
+        parts = [self._parted(least * at[least, n][0], highest * at[highest, n][0]) for n in (few, many)]
         self.start, self.draft = (StepTimes((few, quick), (many, slow)) for quick, slow in zip(*parts, strict=True))
         # an additional draft never makes the target's step shorter: if it seems to, that is noise
         quick, slow = (rising([at[g, n][1] for g in self.tiers]) for n in (few, many))
@@ -136,10 +139,11 @@ class GammaPlanner:
         if selecting:
             self.select = StepTimes((few, selecting(few)), (many, selecting(many)))
 
-    def _parted(self, one: float, most: float) -> tuple[float, float]:
-        """Seconds of drafting outside its steps, and of one step: from drafting one token and drafting the most."""
-        fewer, more = self.steps(1), self.steps(max(self.tiers))
-        step = min(max(0.0, most - one) / (more - fewer), most / more)  # noise must not make either negative
+    def _parted(self, least: float, most: float) -> tuple[float, float]:
+        """Seconds of drafting outside its steps, and of one step: from drafting the fewest tokens and the most."""
+        fewer, more = self.steps(self.tiers[1]), self.steps(max(self.tiers))
+        # noise must not make either negative; of one tier nothing is known to be outside
+        step = min(max(0.0, most - least) / (more - fewer), most / more) if more > fewer else most / more
         return most - more * step, step
 
     def begin(self) -> None:
@@ -190,7 +194,9 @@ class GammaPlanner:
         near = [g for g in beside if g and self.verify[g].seen < TRIED and speeds[g] >= NEARLY * speeds[best]]
         return max(near, key=lambda g: speeds[g], default=0)
 
-    def record(self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int]) -> None:
+    def record(
+        self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int], *, arm: int = 0
+    ) -> None:
         """Record a round: seconds in the draft's and in the target's steps, accepted drafts of each live row."""
         if self.fixed is not None or self.draft is None or self.start is None:
             return
@@ -214,7 +220,7 @@ class GammaPlanner:
         if self._drafting_rounds >= PAYING:
             self._probe_after = FIRST_PROBE
 
-    def record_host(self, gamma: int, seconds: float) -> None:
+    def record_host(self, gamma: int, seconds: float, *, arm: int = 0) -> None:
         """Record a round's seconds outside its steps."""
         tier = self._tier(gamma)
         self._timed[tier].learn(seconds)
@@ -222,7 +228,9 @@ class GammaPlanner:
             known = [g for g in self.tiers if self._timed[g].seen > 0]
             self.host = {g: self._timed[min(known, key=lambda t: (abs(t - g), t))] for g in self.tiers}
 
-    def record_whole(self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int]) -> None:
+    def record_whole(
+        self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int], *, arm: int = 0
+    ) -> None:
         """Record a round's total seconds (None: unknown); its parts are assumed to have the expected shares."""
         if self.fixed is not None or self.draft is None:
             return
@@ -235,11 +243,29 @@ class GammaPlanner:
             self.select.learn(n_keys, scale * self.select(n_keys))
         self.record(gamma, n_keys, drafting * scale, verifying * scale, accepted)
 
+    def rates(self, prior: float | Sequence[float] = PRIOR, weight: float = PRIOR_WEIGHT) -> list[float]:
+        """The chance of each draft if those before it were accepted, expected as a number of drafts of this prior."""
+        rates, rate = [], prior if isinstance(prior, float) else 0.0
+        for i, (accepted, trials) in enumerate(zip(self._accepted, self._trials, strict=True)):
+            rate = rate if isinstance(prior, float) else prior[i]
+            rate = (accepted + weight * rate) / (trials + weight)
+            rates.append(rate)
+        return rates
+
+    @property
+    def shown(self) -> float:
+        """First drafts of rounds that count, the older ones less."""
+        return self._trials[0] if self._trials else 0.0
+
+    def fade(self, by: float) -> None:
+        """Let what was seen count less."""
+        self._trials = [trials * by for trials in self._trials]
+        self._accepted = [accepted * by for accepted in self._accepted]
+
     def emitted(self) -> list[float]:
         """Tokens per row that a round of 0, 1, ... drafts is expected to emit, up to the highest tier."""
-        total, share, rate = [1.0], 1.0, PRIOR
-        for accepted, trials in zip(self._accepted, self._trials, strict=True):
-            rate = (accepted + PRIOR_WEIGHT * rate) / (trials + PRIOR_WEIGHT)
+        total, share = [1.0], 1.0
+        for rate in self.rates():
             share *= rate
             total.append(total[-1] + share)
         return total

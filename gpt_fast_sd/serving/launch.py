@@ -54,6 +54,8 @@ class InFlightRound:
     plan: RoundPlan
     live: list[tuple[int, Request]]
     planned: bool  # whether gamma was the planner's choice
+    arm: int  # who drafted, see DraftPolicy.use
+    proposers: tuple[str, ...]
     result: Tensor  # int64 [B, 2 * gamma + 5] on the host
     begun_event: torch.cuda.Event | None = None  # recorded before anything of the round; None: its parts are timed
     done_event: torch.cuda.Event | None = None  # recorded after the copy; None: the result is there
@@ -119,6 +121,11 @@ class Rounds(Round):
         return 1 if self.capture else 0
 
     @property
+    def arm(self) -> int:
+        """Which of several policies drafts."""
+        return self.policy.arm if self.policy else 0
+
+    @property
     def captured(self) -> int:
         """CUDA graphs of rounds held now, with at most most_steps steps in all, or one."""
         return len(self._captured)
@@ -137,7 +144,9 @@ class Rounds(Round):
 
         watched: also record what the draft reads, unless the round is captured. begun: see `begin`.
         """
-        round_ = InFlightRound(plan, list(live), planned, self.state.pending)
+        drafter = self.policy.now if self.policy and plan.gamma else None
+        who = drafter.proposers if drafter else ()
+        round_ = InFlightRound(plan, list(live), planned, self.arm, who, self.state.pending)
         if not self.capture:
 
             def timestamp() -> None:
@@ -197,14 +206,14 @@ class Rounds(Round):
                         self._warm.add(("refresh",))
                     # as a round to capture: no operator may run for the first time in one
                     self.device_round(RoundPlan(gamma=gamma, n_keys=1, kind=kind, captured=self.capture is not None))
-                    self._warm.add((gamma, kind))
+                    self._warm.add((gamma, kind, self.arm if gamma else 0))
         if self.replay and place is not None:  # these rounds must not advance the replay
             self.replay.place.copy_(place)
         self.synchronize()
 
     def is_warm(self, gamma: int, kind: Kind) -> bool:
         """Whether a round of this gamma, for rows of this kind, has been called."""
-        return (gamma, kind) in self._warm
+        return (gamma, kind, self.arm if gamma else 0) in self._warm
 
     def prepared(self, part: Callable[[], Result]) -> Callable[[], Result]:
         """A part of a round in the form in which rounds run it: captured, or as it is. It is called once."""
@@ -234,15 +243,16 @@ class Rounds(Round):
     def _captured_round(self, plan: RoundPlan) -> Callable[[], Tensor]:
         """The graph of such a round: one for each gamma, each kind of sampling, and each doubling of the view."""
         gamma, kind = plan.gamma, plan.kind
-        if (gamma, kind) not in self._warm:  # the first request of its kind in a stream
-            self._warm.add((gamma, kind))
+        if not self.is_warm(gamma, kind):  # the first request of its kind in a stream
+            self._warm.add((gamma, kind, self.arm if gamma else 0))
             return lambda: self.device_round(plan)  # so that all is built when the next one is captured
         in_view = doubling(plan.n_keys + gamma, self.target.cache.capacity)
         any_rows = plan.to_capture(in_view - gamma)
         # The graph of a wider kind gives the same tokens, slower: a greedy row is one-hot, filters that are off keep
         # all. It serves where another one would cost all that are held.
         kinds = (kind, Kind(True, kind.filtered), Kind(True, True))
-        keys, steps = [(gamma, in_view, one, self.width, self.replay) for one in kinds], steps_of(self.draft, gamma)
+        arm, steps = self.arm if gamma else 0, steps_of(self.draft, gamma)
+        keys = [(gamma, in_view, one, self.width, self.replay, arm) for one in kinds]
         is_full = self._steps_held + steps > self.most_steps
         key = next((key for key in keys if is_full and key in self._captured), keys[0])
         return self._graph(key, steps, lambda: self.device_round(any_rows))

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from statistics import mean
 
 import torch
 
@@ -17,11 +18,13 @@ from gpt_fast_sd.tp import Parallel
 
 from ..config import SamplingParams
 from ..policies import DraftPolicy, OwnPrefill
+from ..policies.auto import AutoDraft
 from ..policies.config import gamma_tiers
 from ..prefill import Prefill
 from ..sampling import GREEDY, Kind
 from ..state import BatchState, RoundPlan
 from ..steps import splits_in_view
+from .draft_planner import DraftPlanner, arm_of
 from .gamma_planner import GammaPlanner
 from .launch import InFlightRound, Rounds
 from .requests import Arrival, Request, RoundEvent, TokenEvent, Waiting
@@ -43,7 +46,7 @@ class Schedule:
         self.n_rounds = 0  # launched, in all calls
         self._follows_a_draft, self._drafted_at = False, dict[int, int]()  # see RoundPlan
         self.stats = EngineStats()
-        self._chosen: int | None = None  # gamma of the next round
+        self._chosen: tuple[int, int] | None = None  # gamma and arm of the next round
         self._graphs_before = 0  # at the start of the current call
         self._told = 0.0, 0.0  # decode and prefill seconds at the last call of on_round
         self.use(rounds)
@@ -51,7 +54,12 @@ class Schedule:
     def use(self, rounds: Rounds) -> None:
         """Launch these rounds from now on, with a planner that has seen none of them."""
         self.rounds = rounds
-        self.planner = GammaPlanner(rounds.draft.gamma, gamma_tiers(self.prefill.runner.model.config.group_size))
+        gamma, tiers = rounds.draft.gamma, gamma_tiers(self.prefill.runner.model.config.group_size)
+        self.planner: GammaPlanner | DraftPlanner = GammaPlanner(gamma, tiers)
+        if isinstance(rounds.policy, AutoDraft):
+            sizes = {"standalone": rounds.policy.size_of_model}
+            arms = [arm_of(arm, sizes.get(arm.policy, 1.0)) for arm in rounds.policy.arms]
+            self.planner = DraftPlanner(tiers if isinstance(gamma, str) else (0, gamma), arms)
 
     @property
     def policy(self) -> DraftPolicy | None:
@@ -70,20 +78,28 @@ class Schedule:
         started, kind = time.perf_counter(), Kind.of(params)
         some_end_before_others = [Kind(True, False)] * kind.sampled + [kind] * kind.filtered
         kinds = [GREEDY, *some_end_before_others] if self.rounds.capture else []
-        new = [(gamma, one) for one in kinds for gamma in self.gammas if not self.rounds.is_warm(gamma, one)]
+        new = [(arm, gamma, one) for arm in self.planner.ready for one in kinds for gamma in self.gammas]
         what = "compile" if self.rounds.target.backend.compiles else "warm up"
-        for done, (gamma, one) in enumerate(new):
+        new = [parts for parts in new if not self.use_arm(parts[0]).is_warm(*parts[1:])]
+        for done, (arm, gamma, one) in enumerate(new):
             self.tell(what, done, len(new))
-            self.rounds.warm_up([gamma], [one])
+            self.use_arm(arm).warm_up([gamma], [one])
         self.tell(what, len(new), len(new))
         return time.perf_counter() - started if new else 0.0
+
+    def use_arm(self, arm: int) -> Rounds:
+        """Let an arm of the policy draft, if it has several -> the rounds in which it does."""
+        if self.policy:
+            self.policy.use(arm)
+        return self.rounds
 
     def run(self, waiting: Waiting, speculate: bool, require_open: Callable[[], None]) -> Iterator[TokenEvent]:
         """Keep the slots filled from the queue, and run rounds until every request is finished.
 
         require_open raises if the consumer of the events has meanwhile closed the engine.
         """
-        self.planner.begin()
+        if speculate:
+            self.planner.begin()
         self._chosen, self._graphs_before = None, self.graphs
         self._told = 0.0, 0.0
         while not waiting.over or self.arrival or any(self.slots):
@@ -184,10 +200,14 @@ class Schedule:
             follows_a_draft=self._follows_a_draft, drafted_at=self._drafted_at,
         )  # fmt: skip
         if self._chosen is None:  # once per round, even if its launch is delayed: a retry of drafting must count once
-            self._chosen = self.planner.choose(self.rounds.keys_read(plan)) if policy else 0
+            self.planner.to_come = mean(request.params.max_tokens - len(request.tokens) for _, request in live)
+            gamma = self.planner.choose(self.rounds.keys_read(plan)) if policy else 0
+            self._chosen = gamma, self.planner.arm if policy and gamma else self.rounds.arm
             if self.planner.fixed is None:  # each process has its own clock
-                self._chosen = self.parallel.same(self._chosen)
-        plan = plan.with_gamma(self._chosen)
+                self._chosen = self.parallel.same(gamma), self.parallel.same(self._chosen[1])
+            if policy:
+                policy.use(self._chosen[1])
+        plan = plan.with_gamma(self._chosen[0])
         # a policy is asked even if nothing is drafted, as it may have to follow every round
         if policy and self.in_flight and policy.host_must_wait(plan) and plan.gamma:
             return False
@@ -229,7 +249,7 @@ class Schedule:
     def _collect(self) -> list[TokenEvent]:
         """Read a round's result: every live request emits at least one token, finished ones leave their slot."""
         started, round_ = time.perf_counter(), self.in_flight.popleft()
-        gamma, policy, events = round_.plan.gamma, self.policy, []
+        gamma, arm, events = round_.plan.gamma, round_.arm, []
         read = round_.read(self.rounds.wait)  # the one host read of a round
         collected = time.perf_counter()
         for slot, request in round_.live:
@@ -238,7 +258,7 @@ class Schedule:
             emitted, judged, accepted, *rest = read[slot]
             tokens, whose, first_refused = rest[: gamma + 1], rest[gamma + 1 : -1], rest[-1]
             refused = [first_refused, *tokens[accepted + 1 : judged]] if accepted < judged else []
-            sources = [*(policy.proposers[i] for i in whose[:accepted]), "target"] if policy else ["target"]
+            sources = [*(round_.proposers[i] for i in whose[:accepted]), "target"]
             events.append(request.commit(tokens[:emitted], sources, judged, accepted, refused))
             if request.finish_reason:
                 self.release(slot)
@@ -255,15 +275,15 @@ class Schedule:
             stats.device_seconds += device
         stats.decode_seconds += working
         if not round_.timestamps and round_.planned and events:
-            self.planner.record_whole(gamma, keys_read, working if round_.is_usual else None, taken)
+            self.planner.record_whole(gamma, keys_read, working if round_.is_usual else None, taken, arm=arm)
         if round_.timestamps:
             begun, drafted, verified = round_.timestamps
             if gamma:
                 stats.draft_seconds += drafted - begun
             stats.verify_seconds += verified - drafted
             if round_.planned:
-                self.planner.record(gamma, keys_read, drafted - begun, verified - drafted, taken)
-                self.planner.record_host(gamma, time.perf_counter() - verified - round_.watching)
+                self.planner.record(gamma, keys_read, drafted - begun, verified - drafted, taken, arm=arm)
+                self.planner.record_host(gamma, time.perf_counter() - verified - round_.watching, arm=arm)
         if self.on_round:
             self.on_round(self._round_event(round_, events))
         return events

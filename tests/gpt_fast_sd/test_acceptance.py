@@ -267,7 +267,7 @@ def test_the_planner_chooses_by_what_it_is_taught_by(ours: bool, monkeypatch: py
     asked, taught, plans = list[int](), list[int](), plans_of(one, monkeypatch)
     drafting_now_and_then(one, [1], timed=False)
     ahead(monkeypatch, one.schedule.planner, "choose", asked.append)
-    monkeypatch.setattr(one.schedule.planner, "record", lambda gamma, n_keys, *args: taught.append(n_keys))
+    monkeypatch.setattr(one.schedule.planner, "record", lambda gamma, n_keys, *args, **arm: taught.append(n_keys))
     one.generate([random_ids(200, seed=0), random_ids(7, seed=1)], SamplingParams(max_tokens=9))
     most = [(plan.n_keys, plan.mean_keys(3)) for plan in plans]
     assert asked == taught == [keys[ours] for keys in most] and len(asked) > 3

@@ -337,7 +337,7 @@ def test_weights_that_the_kernel_would_misread_are_refused() -> None:
     ("name", "quantize"),
     few([("guided", None), ("quest", None), ("streaming", "int8"), ("streaming", None), ("snapkv", None),
          ("early_exit", None), ("hierarchy", None)],
-        [("guided", None), ("quest", None), ("streaming", "int8")]),
+        [("guided", None), ("streaming", "int8")]),
 )  # fmt: skip
 def test_in_bf16_speculation_is_plain_decoding_token_for_token(name: str, quantize: str | None) -> None:
     """A step of one token and a verification of several give the same bits, so not even near ties part."""

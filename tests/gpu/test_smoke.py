@@ -86,7 +86,9 @@ def made(place: Place, *flags: str) -> Made:
     """What generate.py makes of these flags; off the chip it does not compile."""
     new = ["--max-new-tokens", "96" if place.on_cuda else "6", "--ignore-eos"]
     eagerly = [] if place.on_cuda else ["--no-compile"]
-    args = generate.parse(["--model", "bundled", *flags, *new, "--device", place.device.type, *eagerly])
+    args = generate.parse(
+        ["--model", "bundled", "--draft", "streaming", *flags, *new, "--device", place.device.type, *eagerly]
+    )
     return Made(*generate.prepare(args, Parallel(place.device)))
 
 

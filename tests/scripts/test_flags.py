@@ -85,7 +85,7 @@ def test_every_field_is_a_flag_with_its_help_text(program: str, capsys: pytest.C
             assert field.metadata["help"] in shown or changed, field.name
             allowed = ", ".join(map(str, flags.allowed_values(field)))
             assert allowed in shown or field.metadata["switch"]
-    assert "for quest, guided; default: 16" in shown  # by the classes of the policies that heed it
+    assert "for quest, guided, auto; default: 16" in shown  # by the classes of the policies that heed it
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

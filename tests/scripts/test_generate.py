@@ -26,7 +26,7 @@ from measuring.lossless import Difference
 from tests.helpers import ByteTokenizer, Patch, Printed, Refuses, random_ids, tiny_config, tiny_model
 
 QUICK = ["--no-compile", "--max-new-tokens", "6", "--gamma", "2"]  # auto chooses by the clock
-NIGHT = ["--prompt", "It was a dark night"]
+NIGHT = ["--prompt", "It was a dark night", "--draft", "streaming"]
 Says = Callable[..., str]
 ESCAPE = re.compile(r"\033\[[0-9;]*m")
 
@@ -122,6 +122,22 @@ def test_help_describes_every_policy_and_a_draft_model(capsys: Printed) -> None:
     described = re.findall(r"^    (\w+) {2,}\S.*", shown, re.MULTILINE)
     assert [name for name in described if name in policies()] == list(policies())
     assert "--draft-model M       folder, GGUF file or hub id" in shown
+
+
+def test_unless_told_otherwise_it_finds_out_who_drafts_and_says_what_it_found(prints: Says) -> None:
+    lines = prints(*NIGHT[:-2], "--max-new-tokens", "24", "--gamma", "auto", "--json", "-").strip().splitlines()
+    run, card = json.loads(lines[-1]), "\n".join(lines[:-1])
+    assert run["config"]["draft"]["policy"] == "auto" and rows(card)["draft"] == "auto, budget 256, gamma auto"
+    names = {one["name"] for one in run["found"]}
+    assert {"lookup", "streaming", "guided", "streaming int8"} <= names
+    drafted = sum(n for gamma, n in run["stats"]["rounds_by_gamma"].items() if gamma != "0")
+    assert sum(one["rounds"] for one in run["found"]) == drafted
+    for one in run["found"]:
+        (line,) = [
+            line for line in lines[:-1] if f" {one['name']}:" in line or (one["speed"] is None and one["name"] in line)
+        ][:1]
+        assert ("x of plain" in line) == (one["speed"] is not None)
+        assert line.split()[0] == ("left" if one["speed"] is None else "tried" if one["rounds"] else "not")
 
 
 @pytest.mark.parametrize(
@@ -318,7 +334,7 @@ def test_without_a_prompt_a_document_is_sampled_and_compared(prints: Says, monke
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    shown = prints()
+    shown = prints("--draft", "streaming")
     assert "streaming (green)" in shown and "...The captain wrote in his journal that" in shown
     assert shown.count("\033[32m") > 1
     card = rows(shown)
@@ -485,7 +501,17 @@ def test_a_report_holds_the_texts_and_rounds_of_the_first_run(prints: Says, tmp_
     prompts, page, record = tmp_path / "in.jsonl", tmp_path / "run.html", tmp_path / "run.json"
     prompts.write_text('{"prompt": "It was a dark night"}\n{"prompt": "Two", "max_tokens": 4}\n')
     page.write_text("an older page")
-    argv = ["--prompts", str(prompts), "--report", str(page), "--json", str(record), "--compare"]
+    argv = [
+        "--prompts",
+        str(prompts),
+        "--report",
+        str(page),
+        "--json",
+        str(record),
+        "--compare",
+        "--draft",
+        "streaming",
+    ]
     out = prints(*argv, "--temperature", "0.7", "--seed", "1")
     run, told = run_in(page), json.loads(record.read_text())
     for request, completion in zip(run["requests"], told["completions"], strict=True):

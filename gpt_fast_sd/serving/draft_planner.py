@@ -1,0 +1,280 @@
+"""Who drafts, and how much: from measured step times and acceptance of each candidate, an arm, at a bounded cost.
+
+As a GammaPlanner, but over several arms (policy, view, precision of the draft's weights), whose rounds share the
+target's step times. An arm that has shown little is tried only while the value that it may have, by what is hoped of it
+(optimism in the face of uncertainty, Auer et al. 2002), beats what is known best; what tries lose beside that best is
+added up, and never more than a share of the run (a budget of regret).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from ..policies.config import DraftConfig
+from .gamma_planner import CLEARLY, GAIN, PLAIN_AFTER, GammaPlanner, Steps, StepTimes, rising
+
+TRYING = 0.012  # share of a run that tries may lose
+KNOWN = 12.0  # first drafts after which what a view gains is known
+HOPE_WEIGHT = 3.0  # number of drafts that what is hoped of a view counts as
+KIN = 8.0  # number of drafts that what arms with the same view have shown counts as for each of them
+FADE = 0.997  # of what an arm has shown, per round of others: texts change
+BETTER = 0.03  # acceptance that one may hope to be above what is expected by that of arms with the same view
+SELDOM = 8  # times as many rounds as PLAIN_AFTER, where drafting gains clearly
+BARELY, OFTEN = 1.1, 8  # where it gains less, a plain round costs little, and is timed again after so many
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is known of who drafts before it has drafted.
+
+    view: of arms that differ in precision alone, which have nearly the same acceptance: a share of it. hope, expected:
+    acceptance at best and on average. like, lift: a view whose acceptance tells more, as this one is right wherever
+    that one is, and in some of the other cases. step: seconds of its steps as a share of the target's on few keys,
+    before they are timed.
+    """
+
+    name: str
+    view: str
+    hope: float = 0.95
+    expected: float = 0.8
+    share: float = 1.0
+    like: str | None = None
+    lift: float = 0.0
+    step: float = 1.0
+
+
+# by who drafts: acceptance at best and on average, and a view whose acceptance tells more, with the lift above it.
+# Published or measured acceptance of such drafts lies between; see measuring/replay.py
+KNOWLEDGE: dict[str, tuple[float, float, str | None, float]] = {
+    "lookup": (0.95, 0.3, None, 0.0),
+    "standalone": (0.9, 0.65, None, 0.0),
+    "streaming": (0.95, 0.8, None, 0.0),
+    "guided": (0.97, 0.85, "streaming", 0.3),
+}
+SHARES = {"int8": (0.99, 0.6), "float8": (0.99, 0.6), "int4": (0.97, 0.4)}  # of acceptance, and of a step's seconds
+SOONER = 0.7  # share of its least time that a step is hoped to take until it is timed
+
+
+def arm_of(draft: DraftConfig, size: float = 1.0) -> Arm:
+    """What is known beforehand of a policy's drafts; size: of the model that drafts, as a share of the target's."""
+    hope, expected, like, lift = KNOWLEDGE[draft.policy]
+    share, step = SHARES.get(draft.quantize or "", (1.0, 1.0))
+    return Arm(
+        " ".join(filter(None, (draft.policy, draft.quantize))), draft.policy, hope, expected, share, like, lift,
+        0.0 if draft.policy == "lookup" else SOONER * step * size,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of an arm: its best gamma, speed over plain decoding, acceptance of first drafts, and rounds.
+
+    None: it was not timed, as nothing that it might keep would pay, or it has not drafted.
+    """
+
+    name: str
+    gamma: int
+    speed: float | None
+    acceptance: float | None
+    rounds: int
+
+
+class DraftPlanner:
+    """Chooses an arm and gamma round by round."""
+
+    fixed = None
+
+    def __init__(self, tiers: Sequence[int], arms: Sequence[Arm]) -> None:
+        self.tiers, self.arms = tuple(tiers), list(arms)
+        self.of = [GammaPlanner("auto", tiers) for _ in arms]
+        self.of_view = {arm.view: GammaPlanner("auto", tiers) for arm in arms}  # which counts what its arms count
+        self.ready: tuple[int, ...] = ()  # arms that were timed
+        self.arm = 0  # of the round that was chosen last
+        self.to_come = 0.0  # tokens of a row that the run may still bring
+        self._last = 0, 0  # arm and gamma
+        self._since_plain = 0
+        self.seconds_run = self.lost = self._best = 0.0
+        self._n_keys, self._rounds = 1, [0] * len(self.arms)
+
+    @property
+    def plain(self) -> GammaPlanner:
+        """The planner that knows plain rounds."""
+        return self.of[0]
+
+    def time_target(
+        self, measure: Callable[[int, int], float], few: int, many: int, arms: Sequence[int] | None = None
+    ) -> None:
+        """Time the target's step over each number of drafts: measure(gamma, n_keys) gives seconds.
+
+        arms: those for which a step does more than for others, such as sum attention mass; None: for all.
+        """
+        quick, slow = (rising([measure(g, n) for g in self.tiers]) for n in (few, many))
+        verify = {g: StepTimes((few, a), (many, b)) for g, a, b in zip(self.tiers, quick, slow, strict=True)}
+        if arms is not None:
+            verify[0] = self.plain.verify[0]
+        for planner in self.of if arms is None else [self.of[i] for i in arms]:
+            planner.verify, planner._timed = verify, self.plain._timed
+            planner.draft = planner.start = StepTimes((few, 0.0), (many, 0.0))  # until it is timed
+
+    def promising(self, few: int, many: int) -> list[int]:
+        """The arms that would pay somewhere between few and many keys if what is hoped of them came true."""
+        step = self.plain.verify[0](few)
+        return [
+            i
+            for i, arm in enumerate(self.arms)
+            if any(
+                sum(arm.hope**k for k in range(g + 1)) * self.plain.verify[0](n)
+                > GAIN * (g * arm.step * step + self.plain.verify[g](n))
+                for g in self.tiers[1:]
+                for n in (few, many)
+            )
+        ]
+
+    def time_arm(self, i: int, drafting: Callable[[int], float], many: int, *, steps: Steps = float) -> None:
+        """Time an arm's own steps on many keys, of which it reads few; from now on it may be chosen.
+
+        drafting(gamma): seconds of drafting a token.
+        """
+        planner, verify = self.of[i], self.of[i].verify
+        took = {g: drafting(g) for g in {self.tiers[1], max(self.tiers)}}
+        planner.calibrate(lambda g, n: (took.get(g, 0.0), 0.0), many, many, None, steps)
+        planner.verify = verify
+        self.ready = tuple(sorted({*self.ready, i}))
+
+    def begin(self) -> None:
+        """A new run: acceptance in earlier ones counts little."""
+        for planner in (*self.of, *self.of_view.values()):
+            planner.begin()
+        self.seconds_run = self.lost = 0.0
+        self._rounds = [0] * len(self.arms)
+
+    def rates(self, i: int, *, hoped: bool = False) -> list[float]:
+        """The chance of the first, second, ... draft of an arm; hoped: as high as it may still turn out to be."""
+        arm, of_view = self.arms[i], self.of_view[self.arms[i].view]
+        prior: list[float] | float = arm.hope if hoped else arm.expected
+        if arm.like and self._shows(arm.like):
+            lift = min(1.0, (1 + hoped) * arm.lift)
+            prior = [rate + (1 - rate) * lift for rate in self.of_view[arm.like].rates()]
+        better = BETTER if hoped else 0.0
+        kin = of_view.rates(prior, HOPE_WEIGHT) if hoped else of_view.rates(prior)
+        return self.of[i].rates([min(0.999, arm.share * (rate + better)) for rate in kin], KIN)
+
+    def _shows(self, view: str) -> bool:
+        return self.of_view[view].shown >= KNOWN
+
+    def _speeds(self, i: int, n_keys: int, *, hoped: bool = False) -> dict[tuple[int, int], float]:
+        """Tokens per row and second of an arm's rounds, by gamma."""
+        rates, tokens, share, speeds = self.rates(i, hoped=hoped), 1.0, 1.0, {}
+        for g in range(1, max(self.tiers) + 1):
+            share *= rates[g - 1]
+            tokens += share
+            if g in self.tiers:
+                speeds[i, g] = tokens / self.of[i].seconds(g, n_keys, tokens)
+        return speeds
+
+    def choose(self, n_keys: int) -> int:
+        """Gamma of the next round, whose arm is `arm`."""
+        self._n_keys, plain = n_keys, 1 / self.plain.seconds(0, n_keys)
+        speeds = {(0, 0): plain}
+        for i in self.ready:
+            speeds |= self._speeds(i, n_keys)
+        known = {key: speed for key, speed in speeds.items() if not key[1] or self._shows(self.arms[key[0]].view)}
+        best = max(known, key=lambda key: known[key])
+        if self._last in known and known[best] < GAIN * known[self._last]:
+            best = self._last
+        room = TRYING * (self.seconds_run + self.to_come / known[best]) - self.lost
+        tried = self._to_try(n_keys, known[best], speeds, room)
+        seen = min(self.plain.verify[0].seen, 4)  # only plain rounds show what they take
+        gains = known[best] / plain
+        after = min(2 << seen, PLAIN_AFTER if gains > BARELY else OFTEN)
+        after *= SELDOM if seen > 3 and gains > CLEARLY else 1
+        if tried is None and best[1] and self._since_plain >= after:
+            tried = 0, 0
+        self._best = known[best]
+        if tried is None:
+            self._last = best
+        self.arm, gamma = tried or best
+        self._since_plain = self._since_plain + 1 if gamma else 0
+        return gamma
+
+    def _to_try(
+        self, n_keys: int, best: float, speeds: dict[tuple[int, int], float], room: float
+    ) -> tuple[int, int] | None:
+        """The arm and gamma that might be faster than the best and is worth trying now; None: there is none."""
+        could: list[tuple[int, int]] = []
+        if room <= 0:
+            return None
+        for i in self.ready:
+            hoped = self._speeds(i, n_keys, hoped=True)
+            unknown = not self._shows(self.arms[i].view)
+            could += [key for key in hoped if hoped[key] > GAIN * best and (unknown or hoped[key] > GAIN * speeds[key])]
+        losses = {key: self.of[key[0]].seconds(key[1], n_keys) * (1 - speeds[key] / best) for key in could}
+        paying = [key for key in could if losses[key] <= 0]
+        if paying:
+            arm, _ = max(paying, key=lambda key: speeds[key])
+            return min(key for key in paying if key[0] == arm)
+        within = [key for key in could if losses[key] <= room]
+        return min(within, key=lambda key: losses[key], default=None)
+
+    def found(self) -> list[Found]:
+        """What is known of each arm by now, by the keys that the last rounds read; the fastest first."""
+        plain, known = self.plain.seconds(0, self._n_keys), []
+        for i, arm in enumerate(self.arms):
+            if i not in self.ready:
+                known.append(Found(arm.name, 0, None, None, 0))
+                continue
+            (_, gamma), speed = max(self._speeds(i, self._n_keys).items(), key=lambda one: one[1])
+            seen = self.of[i].shown
+            known.append(Found(arm.name, gamma, speed * plain, self.rates(i)[0] if seen else None, self._rounds[i]))
+        return sorted(known, key=lambda one: -(one.speed or 0.0))
+
+    def why_not(self) -> str:
+        """Why nothing pays, in a sentence; "" where something does."""
+        if any(one.speed and one.speed > GAIN and one.rounds for one in self.found()):
+            return ""
+        plain, n, (gamma, *_) = self.plain.seconds(0, self._n_keys), self._n_keys, self.tiers[1:]
+        steps = [self.of[i].seconds(gamma, n) / plain for i in self.ready if self.arms[i].view != "lookup"]
+        costs = self.plain.seconds(gamma, n) / plain
+        rounds = f", with a draft at least {min(steps):.1f}" if steps else ""
+        return (
+            f"verifying {gamma + 1} tokens costs {costs:.1f} plain steps here{rounds}: too few drafts were kept for it"
+        )
+
+    def record(
+        self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int], *, arm: int = 0
+    ) -> None:
+        """Record a round of an arm, as GammaPlanner.record does."""
+        planner = self.of[arm if gamma else 0]
+        planner.record(gamma, n_keys, drafting, verifying, accepted)
+        self._count(gamma, drafting + verifying + planner.host[planner._tier(gamma)].seconds, accepted, arm)
+
+    def record_whole(
+        self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int], *, arm: int = 0
+    ) -> None:
+        """Record a round of an arm, as GammaPlanner.record_whole does."""
+        self.of[arm if gamma else 0].record_whole(gamma, n_keys, seconds, accepted)
+        self._count(gamma, seconds or 0.0, accepted, arm)
+
+    def record_host(self, gamma: int, seconds: float, *, arm: int = 0) -> None:
+        """Record a round's seconds outside its steps, which all arms share."""
+        self.plain.record_host(gamma, seconds)
+        for planner in self.of:
+            planner.host = self.plain.host
+
+    def _count(self, gamma: int, seconds: float, accepted: Sequence[int], arm: int) -> None:
+        """Count what a round took, what it lost beside the best that is known, and for its view what was accepted."""
+        if not 0 <= seconds < inf:  # no clock's
+            return
+        self.seconds_run += seconds
+        if not (gamma and accepted):
+            return
+        view = self.arms[arm].view
+        self._rounds[arm] += 1
+        if seconds and self._best and (not self._shows(view) or (arm, gamma) != self._last):
+            self.lost = max(0.0, self.lost + seconds - (1 + sum(accepted) / len(accepted)) / self._best)
+        self.of_view[view]._count(gamma, accepted)
+        others = [planner for i, planner in enumerate(self.of) if i != arm]
+        for planner in (*others, *(planner for name, planner in self.of_view.items() if name != view)):
+            planner.fade(FADE)

@@ -1,0 +1,84 @@
+"""Several policies take turns over one target: each drafts as if it were alone, and none changes what is emitted."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
+from gpt_fast_sd.loading import MemoryPlan, System, fit
+from gpt_fast_sd.policies.auto import AutoConfig
+from tests.helpers import Patch, random_ids, tiny_config, tiny_engine, tiny_model
+
+PROMPTS = [random_ids(n, seed=n) for n in (70, 1, 30, 9)]
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(
+    "turns",
+    ["standalone", "standalone - standalone lookup guided streaming", "guided - - guided standalone lookup"],
+)
+def test_arms_in_turns_emit_the_plain_tokens_and_a_draft_model_that_is_the_target_keeps_all(
+    turns: str, captured: bool, monkeypatch: Patch, request: pytest.FixtureRequest
+) -> None:
+    if captured:
+        request.getfixturevalue("cuda")
+    draft = DraftConfig(policy="auto", gamma=2, budget=128, draft_model="given")
+    one = tiny_engine(draft, tiny_model(), batch_size=3, max_seq_len=128)
+    planner, arms = one.schedule.planner, one.policy.arms  # type: ignore[union-attr]
+    monkeypatch.setattr(planner, "promising", lambda few, many: range(len(arms)))
+    one.warm_up()
+    order, chosen = itertools.cycle(turns.split()), []
+
+    def choose(n_keys: int) -> int:
+        chosen.append(next(order))
+        planner.arm = 0 if chosen[-1] == "-" else [arm.policy for arm in arms].index(chosen[-1])
+        return 0 if chosen[-1] == "-" else 2
+
+    monkeypatch.setattr(planner, "choose", choose)
+    rounds = []
+    one.on_round = rounds.append
+    got = one.generate(PROMPTS, PARAMS)
+    one.on_round = None
+    assert [c.tokens for c in got] == [c.tokens for c in one.generate(PROMPTS, PARAMS, speculate=False)]
+    assert len(chosen) - len(rounds) == captured and set(chosen) == set(turns.split())  # one was launched ahead
+    for turn, event in zip(chosen, rounds, strict=False):
+        sources = {source for row in event.events for source in row.sources}
+        assert sources <= {"target", turn}
+        if turn == "standalone":
+            assert all(row.accepted == row.drafted for row in event.events)
+
+
+def test_one_copy_of_each_precision_is_planned_for_and_left_out_where_it_does_not_fit(monkeypatch: Patch) -> None:
+    config = EngineConfig(batch_size=2, max_seq_len=512)
+    draft, shape = DraftConfig(policy="auto"), tiny_config(dim=256, ffn_dim=512)
+    system = System(config=config, draft=draft, model=shape, dtype=torch.bfloat16)
+    monkeypatch.setattr(fit, "free_memory", lambda device: None)
+    whole = fit.plan_for(system)
+    assert [(arm.policy, arm.quantize) for arm in whole.system.draft.arms] == [
+        ("lookup", None), *((view, bits) for bits in (None, "int4", "int8") for view in ("streaming", "guided"))
+    ]  # fmt: skip
+    alone = {bits: MemoryPlan.of(replace(system, draft=DraftConfig(policy="streaming", quantize=bits)))
+             for bits in (None, "int4", "int8")}  # fmt: skip
+    assert whole.draft_weights == alone["int4"].draft_weights + alone["int8"].draft_weights > 0
+    for kept in ((None, "int4", "int8"), (None, "int4"), (None,)):
+        room = whole.total - sum(alone[b].draft_weights for b in ("int8", "int4") if b not in kept)
+        monkeypatch.setattr(fit, "free_memory", lambda device, room=room: room)
+        assert fit.plan_for(system).system.draft.arms == AutoConfig.of(draft, kept).arms
+        assert fit.plan_for(replace(system, draft=draft)).draft_weights <= whole.draft_weights
+    assert all(arm.quantize != "int8" for arm in fit.plan_for(
+        replace(system, config=replace(config, quantize="int8"))).system.draft.arms)  # fmt: skip
+
+
+def test_a_gamma_that_is_given_is_that_of_all_arms_or_nothing_is_drafted() -> None:
+    one = tiny_engine(DraftConfig(policy="auto", gamma=3), batch_size=2)
+    one.generate(PROMPTS, PARAMS)
+    assert set(one.stats.rounds_by_gamma) <= {0, 1, 2, 3} and one.schedule.planner.tiers == (0, 3)
+    one.redraft(DraftConfig(policy="streaming", gamma=1))
+    plain = one.generate(PROMPTS, PARAMS)
+    one.redraft(DraftConfig(policy="auto"))
+    assert [c.tokens for c in one.generate([*PROMPTS, [1, 2]], PARAMS)][:4] == [c.tokens for c in plain]

@@ -1,0 +1,164 @@
+"""Who drafts is found out at a bounded cost: replays of recorded cells, and of worlds that were drawn.
+
+Rounds are simulated with the true times and acceptance of each arm; the planner sees times with noise.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+import pytest
+
+from gpt_fast_sd import DraftConfig
+from gpt_fast_sd.policies.auto import AutoConfig
+from gpt_fast_sd.policies.config import GAMMA_TIERS
+from gpt_fast_sd.serving.draft_planner import DraftPlanner, arm_of
+
+RECORDED = Path(__file__).parents[2] / "benchmarks/cpu/smollm2/gammas_in_turns_zen4.json"
+ARMS = [arm_of(arm) for arm in AutoConfig.of(DraftConfig(policy="auto"), (None, "int4", "int8")).arms]
+NAMES = [arm.name for arm in ARMS]
+FEW, MANY = 512, 8192
+
+
+@dataclass(frozen=True)
+class World:
+    """Seconds and acceptance by arm: of a draft step, and of the target's step over gamma drafts."""
+
+    rows: int
+    verify: dict[int, float]
+    step: dict[str, float]
+    accepted: dict[str, float]
+
+    def round(self, name: str, gamma: int) -> float:
+        return gamma * self.step[name] + self.verify[gamma]
+
+    @property
+    def plain(self) -> float:
+        return 1 / self.verify[0]
+
+    @property
+    def best(self) -> float:
+        """Tokens per second of the best arm and gamma."""
+        drafting = (
+            sum(self.accepted[name] ** i for i in range(g + 1)) / self.round(name, g)
+            for name in NAMES for g in GAMMA_TIERS[1:]
+        )  # fmt: skip
+        return max(self.plain, *drafting)
+
+
+def world(rows: int, verify: dict[int, float], step: float, kept: float, guided: float, lookup: float) -> World:
+    """Self-drafts of all precisions from what bf16's take and how many of them are kept."""
+    steps, accepted = {"lookup": 0.002 * verify[0]}, {"lookup": lookup}
+    for view, chance in (("streaming", kept), ("guided", guided)):
+        for bits, faster, less in (("", 1.0, 1.0), (" int8", 0.65, 0.99), (" int4", 0.45, 0.97)):
+            steps[view + bits], accepted[view + bits] = step * faster, chance * less
+    return World(rows, verify, steps, accepted)
+
+
+def recorded() -> Iterator[World]:
+    """1, 4, 8 and 16 rows of 512 to 7,500 tokens, greedy and at 0.8, on text that repeats and on text that does not."""
+    for cell in json.loads(RECORDED.read_text())["cells"]:
+        (_, rows, _), times = cell["cell"], cell["cal"]
+        kept = min(0.98, cell["steps"]["1"][3] - 1)
+        verify = {int(g): ms / 1e3 for g, ms in times["verify"].items()}
+        for lookup in (0.05, 0.6):
+            yield world(rows, verify, times["draft1"] / 1e3, kept, kept + (1 - kept) / 3, lookup)
+
+
+def drawn(seed: int) -> World:
+    rng = random.Random(seed)
+    per, step, kept = rng.choice([0.02, 0.1, 0.3, 0.6, 0.9]), rng.choice([0.05, 0.1, 0.3, 0.6, 0.9]), rng.random()
+    verify = {g: 1 + per * g for g in GAMMA_TIERS}
+    return world(rng.choice([1, 4, 8, 16]), verify, step, kept, kept + (1 - kept) * rng.random() / 2, rng.random() / 2)
+
+
+def simulate(
+    at: World, tokens: int, seed: int, noise: float = 0.05, slower: Callable[[float], float] = lambda done: 1.0,
+    known: DraftPlanner | None = None,
+) -> tuple[float, DraftPlanner]:  # fmt: skip
+    """Tokens per row and second of a run of so many tokens a row; slower: by the share of it that is done."""
+    rng, plan = random.Random(seed), known or DraftPlanner(GAMMA_TIERS, ARMS)
+
+    def timed(seconds: float) -> float:
+        return seconds * (1 + noise * abs(rng.gauss(0, 1)))
+
+    def best(seconds: float) -> float:
+        return min(timed(seconds) for _ in range(3))
+
+    if known is None:
+        plan.time_target(lambda g, n: best(at.verify[g]), FEW, MANY)
+        for i in plan.promising(FEW, MANY):
+            step = at.step[NAMES[i]]
+            plan.time_arm(i, lambda g, step=step: best(step), MANY)  # type: ignore[misc]
+    plan.begin()
+    seconds = emitted = 0.0
+    while emitted < tokens:
+        plan.to_come = tokens - emitted
+        gamma = plan.choose(4000)
+        name, factor = NAMES[plan.arm], slower(emitted / tokens)
+        taken = []
+        for _ in range(at.rows):
+            n = 0
+            while n < gamma and rng.random() < at.accepted[name]:
+                n += 1
+            taken.append(n)
+        drafting, verifying = factor * gamma * at.step[name], factor * at.verify[gamma]
+        plan.record(gamma, 4000, timed(drafting), timed(verifying), taken, arm=plan.arm)
+        seconds += drafting + verifying
+        emitted += 1 + mean(taken)
+    return emitted / seconds, plan
+
+
+@pytest.mark.parametrize(("noise", "tokens", "least", "of_best"), [(0.05, 200, 0.99, 0.96), (0.25, 400, 0.95, 0.96)])
+def test_in_recorded_cells_it_is_nearly_the_best_arm_and_never_costs_what_plain_decoding_would_notice(
+    noise: float, tokens: int, least: float, of_best: float
+) -> None:
+    found = [(at, simulate(at, tokens, seed, noise)[0]) for seed, at in enumerate(recorded())]
+    assert len(found) == 64 and any(at.best > 1.5 * at.plain for at, _ in found)
+    assert min(speed / at.plain for at, speed in found) >= least
+    assert median(speed / at.best for at, speed in found) >= of_best
+
+
+def test_tries_cost_no_more_than_their_share_wherever_nothing_pays_and_what_pays_is_found() -> None:
+    found = [(at, simulate(at, 200, seed)[0]) for seed, at in enumerate(map(drawn, range(80)))]
+    assert min(speed / at.plain for at, speed in found) >= 0.975
+    assert median(speed / at.best for at, speed in found) >= 0.97
+    long = [simulate(drawn(seed), 800, seed)[0] / drawn(seed).best for seed in range(40)]
+    assert sorted(long)[4] >= 0.9 and median(long) >= 0.98
+
+
+def test_a_machine_that_slows_down_in_mid_run_changes_nothing_for_long() -> None:
+    cells = [drawn(seed) for seed in range(40)]
+    assert min(1.5 * simulate(at, 400, 1, slower=lambda done: 1.0 + (done > 0.5))[0] / at.plain for at in cells) >= 0.94
+
+
+def test_where_not_even_hoped_for_drafts_would_pay_no_arm_is_made() -> None:
+    plan = DraftPlanner(GAMMA_TIERS, ARMS)
+    plan.time_target(lambda g, n: 1.0 + g, FEW, MANY)
+    assert plan.promising(FEW, MANY) == []
+    plan.begin()
+    assert plan.choose(4000) == 0
+    plan.time_target(lambda g, n: 1.0 + 0.3 * g, FEW, MANY)
+    assert "lookup" in (names := [NAMES[i] for i in plan.promising(FEW, MANY)]) and "streaming int4" in names
+
+
+def test_a_text_that_begins_to_repeat_is_soon_looked_up() -> None:
+    verify = {g: 1 + 0.02 * g for g in GAMMA_TIERS}
+    dull, same = (world(4, verify, 0.9, 0.2, 0.2, lookup) for lookup in (0.02, 0.95))
+    speed, plan = simulate(dull, 300, 0)
+    assert speed > 0.95 * dull.best
+    speed, _ = simulate(same, 400, 0, known=plan)
+    assert speed > 0.8 * same.best > 3 * same.plain
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_seconds_that_no_clock_gives_change_no_account(seconds: float) -> None:
+    _, plan = simulate(drawn(3), 50, 0)
+    before = plan.seconds_run, plan.lost, plan.choose(4000), plan.arm
+    plan.record(plan.tiers[1], 4000, seconds, seconds, [1], arm=1)
+    assert (plan.seconds_run, plan.lost) == before[:2] and plan.choose(4000) in plan.tiers
