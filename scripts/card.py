@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt_fast_sd import Completion, DraftConfig, Engine
+from gpt_fast_sd.policies.auto import AutoDraft
 from gpt_fast_sd.policies.registry import VIEWS
 from gpt_fast_sd.quantization.table import bytes_held
 from gpt_fast_sd.serving.draft_planner import DraftPlanner
@@ -88,7 +89,7 @@ def who_drafts(draft: DraftConfig) -> str:
 def found(engine: Engine) -> Rows:
     """What "auto" has found out about those who may draft, in the last run that drafted."""
     planner = engine.schedule.planner
-    if not isinstance(planner, DraftPlanner):
+    if not (isinstance(planner, DraftPlanner) and isinstance(engine.policy, AutoDraft)):
         return []
     timed, others = ([one for one in planner.found() if (one.speed is None) == out] for out in (False, True))
     rows = [
@@ -96,8 +97,12 @@ def found(engine: Engine) -> Rows:
          + (f", {one.acceptance:.0%} of first drafts kept" if one.acceptance is not None else ", by its steps alone"))
         for one in timed
     ]  # fmt: skip
+    if no_copies := {"int4", "int8"} - {arm.quantize for arm in engine.policy.arms} - {engine.config.quantize}:
+        rows.append(("no copies", f"{', '.join(sorted(no_copies))}: not asked for, or they do not fit or run here"))
     if others:
-        rows.append(("left out", ", ".join(one.name for one in others) + ": could not pay here whatever they kept"))
+        rows.append(
+            ("left out", ", ".join(one.name for one in others) + ": could not pay here by what may be hoped of them")
+        )
     return [*rows, ("nothing pays", why)] if (why := planner.why_not()) else rows
 
 

@@ -102,10 +102,13 @@ def plan_for(system: System) -> MemoryPlan:
     if system.draft.policy != "auto":
         return MemoryPlan.of(system)
     have, precisions = free_memory(system.device), [system.draft.quantize]
-    if system.draft.quantize is None:
+    if system.draft.quantize is None and system.ranks == 1:  # the ranks of a model must have the same arms
         precisions += filter(partial(_may_draft, system), ("int4", "int8"))
     while True:  # without the copies that do not fit
-        plan = MemoryPlan.of(replace(system, draft=AutoConfig.of(system.draft, precisions)))
+        draft = AutoConfig.of(system.draft, precisions)
+        for arm in draft.arms:
+            _require_precisions(replace(system, draft=arm))
+        plan = MemoryPlan.of(replace(system, draft=draft))
         if len(precisions) == 1 or have is None or (plan.draft_weights if system.held else plan.total) <= have:
             return plan
         precisions.pop()
@@ -138,6 +141,8 @@ def _packs(system: System) -> bool:
     config, model = system.config, system.model
     packs = config.compile or kernels_are_built(model.head_dim, system.dtype, model.vocab_size, system.format)
     packs = packs and system.dtype == torch.bfloat16 and system.device.type == "cpu" and config.bodies == "fast"
-    if config.quantize or system.draft.quantize:  # what is not packed may have to be unpacked in every product
+    if (
+        config.quantize or system.draft.quantize or system.draft.policy == "auto"
+    ):  # what is not packed may have to be unpacked in every product
         packs = packs and packing_builds()
     return packs

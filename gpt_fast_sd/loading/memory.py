@@ -154,7 +154,7 @@ class MemoryPlan:
 
 def _of_arms(system: System, arms: tuple[DraftConfig, ...]) -> MemoryPlan:
     """The plan of an engine in which one of several policies drafts at a time: with one copy of each precision."""
-    plans = [MemoryPlan.of(replace(system, draft=arm)) for arm in arms]
+    plans = [MemoryPlan.of(replace(system, draft=arm, held=system.format)) for arm in arms]
     copies = {(arm.quantize, arm.policy == "standalone"): plan.draft_weights
               for arm, plan in zip(arms, plans, strict=True)}  # fmt: skip
     most = {name: max(getattr(plan, name) for plan in plans) for name in ("workspace", "captured", "graphs")}

@@ -26,6 +26,7 @@ from .config import DraftConfig
 from .costs import ModelSteps
 from .model_draft import ModelDraft, build_view
 from .policy import DraftPolicy, OwnPrefill, RoundHooks
+from .standalone import check_draft_model
 
 OF_TARGET = "streaming", "guided"  # views through which the target may draft for itself
 
@@ -53,7 +54,7 @@ class AutoDraft(DraftPolicy):
 
     about = "whoever pays best here, round by round, or nobody"
     reads = "what that one reads"
-    flags = ("budget", "n_sink", "page", "ngram", "quantize", "kv_bits", "draft_model", "draft_tp")
+    flags = ("budget", "n_sink", "page", "refresh", "ngram", "quantize", "kv_bits", "draft_model", "draft_tp")
 
     @classmethod
     def build(
@@ -61,6 +62,11 @@ class AutoDraft(DraftPolicy):
     ) -> AutoDraft:
         """Build a draft whose arms are those of the configuration, none of which is made yet."""
         arms = config.arms if isinstance(config, AutoConfig) else AutoConfig.of(config, [config.quantize]).arms
+        drafter(target, None, on_planes=config.needs_planes)  # refused now, not when it is made
+        if config.draft_model is not None:
+            if draft_model is None:
+                raise ValueError("draft_model names one, and none was given: use Engine.from_pretrained")
+            check_draft_model(draft_model.config, target.model.config, target.cache.max_seq_len)
         return cls(arms, target, draft_model, draft_group)
 
     @classmethod
@@ -97,6 +103,8 @@ class AutoDraft(DraftPolicy):
 
     def make(self, arm: int) -> DraftPolicy:
         """Build an arm; its steps are not compiled yet."""
+        if not 0 <= arm < len(self.arms):
+            raise IndexError(f"there is no arm {arm}")
         if arm not in self.made:
             config = self.arms[arm].within(self.target.cache.capacity)
             if config.policy in OF_TARGET:

@@ -57,14 +57,15 @@ def find_arms(at: Schedule, few: int, many: int) -> None:
 
     planner.time_target(verifying, few, many)
     summing: list[int] = []
-    for arm in planner.promising(few, many):
+    wanted = at.parallel.same(sum(1 << arm for arm in planner.promising(few, many)))  # each process has its own clock
+    for arm in (i for i in range(len(planner.arms)) if wanted >> i & 1):
         drafter = policy.use(arm)
         drafter.warm_up()
         at.rounds.warm_up(at.gammas, [GREEDY])
         summing += [arm] if drafter.wants_mass else []
         if summing == [arm]:  # the first of them: the target's steps are the same for all
-            wanted = [i for i, one in enumerate(planner.arms) if one.view == planner.arms[arm].view]
-            planner.time_target(verifying, few, many, wanted)
+            like = [i for i, one in enumerate(planner.arms) if one.view == planner.arms[arm].view]
+            planner.time_target(verifying, few, many, like)
         planner.time_arm(
             arm, lambda gamma: time_steps(at, gamma, many, verifies=False)[0], many, steps=drafter.n_steps
         )  # fmt: skip
@@ -75,7 +76,7 @@ def time_steps(
 ) -> tuple[float, float]:
     """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of three.
 
-    Once is enough where it takes LONG. drafts, verifies: which of both are timed.
+    Once is enough where it takes LONG in one process. drafts, verifies: which of both are timed.
 
     Drafting is timed for one token and for the highest tier.
     """
@@ -100,7 +101,7 @@ def time_steps(
             verify()
             rounds.synchronize()
             seconds.append(((drafted - started) / max(1, gamma), time.perf_counter() - drafted))
-            if time.perf_counter() - started > LONG:
+            if at.parallel.tp == 1 and time.perf_counter() - started > LONG:  # ranks do the same, each by its clock
                 break
     finally:
         for buffer, before in held:  # slots keep their prompts

@@ -3,7 +3,7 @@
 As a GammaPlanner, but over several arms (policy, view, precision of the draft's weights), whose rounds share the
 target's step times. An arm that has shown little is tried only while the value that it may have, by what is hoped of it
 (optimism in the face of uncertainty, Auer et al. 2002), beats what is known best; what tries lose beside that best is
-added up, and never more than a share of the run (a budget of regret).
+added up, and none is begun that might take the sum past a share of the run as far as it is known (a budget of regret).
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from math import inf
 from ..policies.config import DraftConfig
 from .gamma_planner import CLEARLY, GAIN, PLAIN_AFTER, GammaPlanner, Steps, StepTimes, rising
 
+MOST_ARMS = 64
 TRYING = 0.012  # share of a run that tries may lose
+HORIZON = 200.0  # tokens a row that a run is expected to bring at most: rows may end before they have all they may
+SURPRISE = 1.3  # times what was expected that a round takes, or less by as much
+STEADY = 8  # rounds for which what is best is not asked again, unless something was tried: asking takes time
 KNOWN = 12.0  # first drafts after which what a view gains is known
 HOPE_WEIGHT = 3.0  # number of drafts that what is hoped of a view counts as
 KIN = 8.0  # number of drafts that what arms with the same view have shown counts as for each of them
@@ -97,6 +101,7 @@ class DraftPlanner:
         self._since_plain = 0
         self.seconds_run = self.lost = self._best = 0.0
         self._n_keys, self._rounds = 1, [0] * len(self.arms)
+        self._steady = self._after = 0
 
     @property
     def plain(self) -> GammaPlanner:
@@ -148,13 +153,13 @@ class DraftPlanner:
         for planner in (*self.of, *self.of_view.values()):
             planner.begin()
         self.seconds_run = self.lost = 0.0
-        self._rounds = [0] * len(self.arms)
+        self._steady, self._rounds = 0, [0] * len(self.arms)
 
     def rates(self, i: int, *, hoped: bool = False) -> list[float]:
         """The chance of the first, second, ... draft of an arm; hoped: as high as it may still turn out to be."""
         arm, of_view = self.arms[i], self.of_view[self.arms[i].view]
         prior: list[float] | float = arm.hope if hoped else arm.expected
-        if arm.like and self._shows(arm.like):
+        if arm.like in self.of_view and self._shows(arm.like):
             lift = min(1.0, (1 + hoped) * arm.lift)
             prior = [rate + (1 - rate) * lift for rate in self.of_view[arm.like].rates()]
         better = BETTER if hoped else 0.0
@@ -176,6 +181,11 @@ class DraftPlanner:
 
     def choose(self, n_keys: int) -> int:
         """Gamma of the next round, whose arm is `arm`."""
+        self._steady -= 1
+        if self._steady > 0 and self._since_plain + 1 < self._after:
+            self.arm, gamma = self._last
+            self._since_plain = self._since_plain + 1 if gamma else 0
+            return gamma
         self._n_keys, plain = n_keys, 1 / self.plain.seconds(0, n_keys)
         speeds = {(0, 0): plain}
         for i in self.ready:
@@ -184,15 +194,17 @@ class DraftPlanner:
         best = max(known, key=lambda key: known[key])
         if self._last in known and known[best] < GAIN * known[self._last]:
             best = self._last
-        room = TRYING * (self.seconds_run + self.to_come / known[best]) - self.lost
-        tried = self._to_try(n_keys, known[best], speeds, room)
+        room = TRYING * (self.seconds_run + min(self.to_come, HORIZON) / known[best]) - self.lost
+        tried = self._to_try(n_keys, best, speeds, room)
         seen = min(self.plain.verify[0].seen, 4)  # only plain rounds show what they take
         gains = known[best] / plain
         after = min(2 << seen, PLAIN_AFTER if gains > BARELY else OFTEN)
         after *= SELDOM if seen > 3 and gains > CLEARLY else 1
+        self._after = after
         if tried is None and best[1] and self._since_plain >= after:
             tried = 0, 0
         self._best = known[best]
+        self._steady = STEADY if tried is None else 0
         if tried is None:
             self._last = best
         self.arm, gamma = tried or best
@@ -200,23 +212,26 @@ class DraftPlanner:
         return gamma
 
     def _to_try(
-        self, n_keys: int, best: float, speeds: dict[tuple[int, int], float], room: float
+        self, n_keys: int, known: tuple[int, int], speeds: dict[tuple[int, int], float], room: float
     ) -> tuple[int, int] | None:
         """The arm and gamma that might be faster than the best and is worth trying now; None: there is none."""
-        could: list[tuple[int, int]] = []
+        best, could = speeds[known], list[tuple[int, int]]()
         if room <= 0:
             return None
         for i in self.ready:
             hoped = self._speeds(i, n_keys, hoped=True)
             unknown = not self._shows(self.arms[i].view)
-            could += [key for key in hoped if hoped[key] > GAIN * best and (unknown or hoped[key] > GAIN * speeds[key])]
+            could += [
+                key for key in hoped
+                if key != known and hoped[key] > GAIN * best and (unknown or hoped[key] > GAIN * speeds[key])
+                and self.of[i].seconds(key[1], n_keys) - 1 / best <= room  # what it loses if no draft is kept
+            ]  # fmt: skip
         losses = {key: self.of[key[0]].seconds(key[1], n_keys) * (1 - speeds[key] / best) for key in could}
         paying = [key for key in could if losses[key] <= 0]
         if paying:
             arm, _ = max(paying, key=lambda key: speeds[key])
             return min(key for key in paying if key[0] == arm)
-        within = [key for key in could if losses[key] <= room]
-        return min(within, key=lambda key: losses[key], default=None)
+        return min(could, key=lambda key: losses[key], default=None)
 
     def found(self) -> list[Found]:
         """What is known of each arm by now, by the keys that the last rounds read; the fastest first."""
@@ -238,6 +253,8 @@ class DraftPlanner:
         steps = [self.of[i].seconds(gamma, n) / plain for i in self.ready if self.arms[i].view != "lookup"]
         costs = self.plain.seconds(gamma, n) / plain
         rounds = f", with a draft at least {min(steps):.1f}" if steps else ""
+        if not any(self._rounds):
+            return f"verifying {gamma + 1} tokens costs {costs:.1f} plain steps here{rounds}: nothing was worth a try"
         return (
             f"verifying {gamma + 1} tokens costs {costs:.1f} plain steps here{rounds}: too few drafts were kept for it"
         )
@@ -247,8 +264,12 @@ class DraftPlanner:
     ) -> None:
         """Record a round of an arm, as GammaPlanner.record does."""
         planner = self.of[arm if gamma else 0]
+        tier = planner._tier(gamma)
+        expected = planner.drafting(gamma, n_keys) + planner.verify[tier](n_keys)
+        if not expected / SURPRISE < drafting + verifying < expected * SURPRISE:
+            self._steady = 0  # the machine is another one now
         planner.record(gamma, n_keys, drafting, verifying, accepted)
-        self._count(gamma, drafting + verifying + planner.host[planner._tier(gamma)].seconds, accepted, arm)
+        self._count(gamma, drafting + verifying + planner.host[tier].seconds, accepted, arm)
 
     def record_whole(
         self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int], *, arm: int = 0
@@ -268,13 +289,14 @@ class DraftPlanner:
         if not 0 <= seconds < inf:  # no clock's
             return
         self.seconds_run += seconds
-        if not (gamma and accepted):
+        view = self.arms[arm].view if gamma and accepted else None
+        for planner in (p for i, p in enumerate(self.of) if not view or i != arm):
+            planner.fade(FADE)
+        for planner in (p for name, p in self.of_view.items() if name != view):
+            planner.fade(FADE)
+        if not view:
             return
-        view = self.arms[arm].view
         self._rounds[arm] += 1
         if seconds and self._best and (not self._shows(view) or (arm, gamma) != self._last):
             self.lost = max(0.0, self.lost + seconds - (1 + sum(accepted) / len(accepted)) / self._best)
         self.of_view[view]._count(gamma, accepted)
-        others = [planner for i, planner in enumerate(self.of) if i != arm]
-        for planner in (*others, *(planner for name, planner in self.of_view.items() if name != view)):
-            planner.fade(FADE)

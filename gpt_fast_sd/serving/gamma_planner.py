@@ -292,4 +292,4 @@ class GammaPlanner:
 
     def _tier(self, gamma: int) -> int:
         """The tier nearest to a round of gamma drafts: rounds at the end of a text draft less than was chosen."""
-        return min(self.tiers, key=lambda g: (abs(g - gamma), g))
+        return min((g for g in self.tiers if (g > 0) == (gamma > 0)), key=lambda g: (abs(g - gamma), g))

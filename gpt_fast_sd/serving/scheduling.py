@@ -24,7 +24,7 @@ from ..prefill import Prefill
 from ..sampling import GREEDY, Kind
 from ..state import BatchState, RoundPlan
 from ..steps import splits_in_view
-from .draft_planner import DraftPlanner, arm_of
+from .draft_planner import MOST_ARMS, DraftPlanner, arm_of
 from .gamma_planner import GammaPlanner
 from .launch import InFlightRound, Rounds
 from .requests import Arrival, Request, RoundEvent, TokenEvent, Waiting
@@ -46,7 +46,7 @@ class Schedule:
         self.n_rounds = 0  # launched, in all calls
         self._follows_a_draft, self._drafted_at = False, dict[int, int]()  # see RoundPlan
         self.stats = EngineStats()
-        self._chosen: tuple[int, int] | None = None  # gamma and arm of the next round
+        self._chosen: int | None = None  # gamma of the next round
         self._graphs_before = 0  # at the start of the current call
         self._told = 0.0, 0.0  # decode and prefill seconds at the last call of on_round
         self.use(rounds)
@@ -78,7 +78,8 @@ class Schedule:
         started, kind = time.perf_counter(), Kind.of(params)
         some_end_before_others = [Kind(True, False)] * kind.sampled + [kind] * kind.filtered
         kinds = [GREEDY, *some_end_before_others] if self.rounds.capture else []
-        new = [(arm, gamma, one) for arm in self.planner.ready for one in kinds for gamma in self.gammas]
+        arms = self.planner.ready or (-1,)  # none drafts
+        new = [(arm, gamma, one) for arm in arms for one in kinds for gamma in (self.gammas if arm >= 0 else [0])]
         what = "compile" if self.rounds.target.backend.compiles else "warm up"
         new = [parts for parts in new if not self.use_arm(parts[0]).is_warm(*parts[1:])]
         for done, (arm, gamma, one) in enumerate(new):
@@ -89,7 +90,7 @@ class Schedule:
 
     def use_arm(self, arm: int) -> Rounds:
         """Let an arm of the policy draft, if it has several -> the rounds in which it does."""
-        if self.policy:
+        if self.policy and arm >= 0:
             self.policy.use(arm)
         return self.rounds
 
@@ -202,12 +203,12 @@ class Schedule:
         if self._chosen is None:  # once per round, even if its launch is delayed: a retry of drafting must count once
             self.planner.to_come = mean(request.params.max_tokens - len(request.tokens) for _, request in live)
             gamma = self.planner.choose(self.rounds.keys_read(plan)) if policy else 0
-            self._chosen = gamma, self.planner.arm if policy and gamma else self.rounds.arm
             if self.planner.fixed is None:  # each process has its own clock
-                self._chosen = self.parallel.same(gamma), self.parallel.same(self._chosen[1])
-            if policy:
-                policy.use(self._chosen[1])
-        plan = plan.with_gamma(self._chosen[0])
+                gamma, self.planner.arm = divmod(self.parallel.same(gamma * MOST_ARMS + self.planner.arm), MOST_ARMS)
+            self._chosen = gamma
+            if policy and gamma:
+                policy.use(self.planner.arm)
+        plan = plan.with_gamma(self._chosen)
         # a policy is asked even if nothing is drafted, as it may have to follow every round
         if policy and self.in_flight and policy.host_must_wait(plan) and plan.gamma:
             return False

@@ -132,12 +132,12 @@ def test_unless_told_otherwise_it_finds_out_who_drafts_and_says_what_it_found(pr
     assert {"lookup", "streaming", "guided", "streaming int8"} <= names
     drafted = sum(n for gamma, n in run["stats"]["rounds_by_gamma"].items() if gamma != "0")
     assert sum(one["rounds"] for one in run["found"]) == drafted
-    for one in run["found"]:
-        (line,) = [
-            line for line in lines[:-1] if f" {one['name']}:" in line or (one["speed"] is None and one["name"] in line)
-        ][:1]
-        assert ("x of plain" in line) == (one["speed"] is not None)
-        assert line.split()[0] == ("left" if one["speed"] is None else "tried" if one["rounds"] else "not")
+    timed = {one["name"]: one for one in run["found"] if one["speed"] is not None}
+    shown = re.findall(r"^  (tried|not tried) +([a-z0-9 ]+): ([\d,]+) rounds, [\d.]+ x of plain", card, re.M)
+    assert shown == [("tried" if n else "not tried", name, f"{n:,}") for name, n in
+                     ((name, one["rounds"]) for name, one in timed.items())]  # fmt: skip
+    left_out = names - set(timed)
+    assert not left_out or set(rows(card)["left out"].partition(":")[0].split(", ")) == left_out
 
 
 @pytest.mark.parametrize(

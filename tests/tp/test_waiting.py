@@ -57,7 +57,7 @@ def two_ranks(monkeypatch: Patch) -> Iterator[Parallel]:
 
 def round_(done_event: Round) -> InFlightRound:
     plan, result = RoundPlan(gamma=0, n_keys=1), torch.tensor([[1, 0, 0, 7]])
-    return InFlightRound(plan, [], False, result, done_event=done_event)  # type: ignore[arg-type]
+    return InFlightRound(plan, [], False, 0, (), result, done_event=done_event)  # type: ignore[arg-type]
 
 
 def test_a_round_that_never_ends_ends_the_process(two_ranks: Parallel, capfd: Printed) -> None:

@@ -357,6 +357,24 @@ def gamma_auto_and_fresh_seeds_are_the_first_ranks(parallel: Parallel, folder: P
     assert [c.tokens for c in engine.generate(PROMPTS, fresh)] != [c.tokens for c in completions]
 
 
+@check(SELDOM)
+def the_first_rank_says_who_drafts_whatever_the_others_measured(parallel: Parallel, folder: Path) -> None:
+    engine = engine_of(parallel, draft_of("auto", budget=64, **SMALL))
+    planner, arms = engine.schedule.planner, range(4)  # lookup, the draft model, and two views
+    planner.promising = lambda few, many: arms if parallel.tp_rank == 0 else arms[:1]  # type: ignore[union-attr]
+    turns = itertools.cycle([2, 1, 3, 0, 1, 2] if parallel.tp_rank == 0 else [0])
+
+    def choose(n_keys: int) -> int:
+        planner.arm = next(turns)
+        return 3
+
+    planner.choose = choose  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    found = engine.generate(PROMPTS, params)  # the engine itself notices tokens that differ
+    assert len(engine.policy.made) == 4 and engine.stats.drafted > 0  # type: ignore[union-attr]
+    assert [c.tokens for c in found] == [c.tokens for c in engine_of(None).generate(PROMPTS, params)]
+
+
 def ring_all_reduce(x: Tensor, op: str, mesh: Any) -> Tensor:
     """A sum as a ring of ranks makes it: chunk c of the buffer is added up in x's dtype from rank c on."""
     n, n_elements = mesh.size(), x.numel()
