@@ -117,6 +117,7 @@ class GammaPlanner:
         # by position in the round: drafts that followed accepted ones, and how many of them were; older ones fade
         self._trials = [0.0] * max(self.tiers, default=0)
         self._accepted = [0.0] * len(self._trials)
+        self._faded = 1.0  # what of these still counts
 
     def calibrate(
         self, measure: Measure, few: int, many: int, selecting: Selecting | None = None, steps: Steps | None = None
@@ -153,6 +154,7 @@ class GammaPlanner:
 
     def _forget(self, weight: float) -> None:
         """Let past observations count as at most this many drafts."""
+        self._apply()
         for i, trials in enumerate(self._trials):
             keep = min(1.0, weight / trials) if trials else 1.0
             self._trials[i], self._accepted[i] = trials * keep, self._accepted[i] * keep
@@ -212,6 +214,7 @@ class GammaPlanner:
         if not gamma:
             self._plain_rounds, self._since_plain = self._plain_rounds + 1, 0
             return
+        self._apply()
         for i in range(len(self._trials)):
             self._trials[i] = self._trials[i] * DECAY + (sum(n >= i for n in accepted) if i < gamma else 0)
             self._accepted[i] = self._accepted[i] * DECAY + sum(n > i for n in accepted)
@@ -245,6 +248,7 @@ class GammaPlanner:
 
     def rates(self, prior: float | Sequence[float] = PRIOR, weight: float = PRIOR_WEIGHT) -> list[float]:
         """The chance of each draft if those before it were accepted, expected as a number of drafts of this prior."""
+        self._apply()
         rates, rate = [], prior if isinstance(prior, float) else 0.0
         for i, (accepted, trials) in enumerate(zip(self._accepted, self._trials, strict=True)):
             rate = rate if isinstance(prior, float) else prior[i]
@@ -255,12 +259,18 @@ class GammaPlanner:
     @property
     def shown(self) -> float:
         """First drafts of rounds that count, the older ones less."""
-        return self._trials[0] if self._trials else 0.0
+        return self._trials[0] * self._faded if self._trials else 0.0
 
     def fade(self, by: float) -> None:
         """Let what was seen count less."""
-        self._trials = [trials * by for trials in self._trials]
-        self._accepted = [accepted * by for accepted in self._accepted]
+        self._faded *= by
+
+    def _apply(self) -> None:
+        """Let what was seen count as much less as it has faded: every round fades what others have shown."""
+        if self._faded != 1.0:
+            self._trials = [trials * self._faded for trials in self._trials]
+            self._accepted = [accepted * self._faded for accepted in self._accepted]
+            self._faded = 1.0
 
     def emitted(self) -> list[float]:
         """Tokens per row that a round of 0, 1, ... drafts is expected to emit, up to the highest tier."""
