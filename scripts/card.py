@@ -98,7 +98,12 @@ def found(engine: Engine) -> Rows:
         for one in timed
     ]  # fmt: skip
     if no_copies := {"int4", "int8"} - {arm.quantize for arm in engine.policy.arms} - {engine.config.quantize}:
-        rows.append(("no copies", f"{', '.join(sorted(no_copies))}: not asked for, or they do not fit or run here"))
+        rows.append(
+            (
+                "no copies",
+                f"{', '.join(sorted(no_copies))}: not asked for, of a model that ranks share, or no room or kernel here",
+            )
+        )
     if others:
         rows.append(
             ("left out", ", ".join(one.name for one in others) + ": could not pay here by what may be hoped of them")

@@ -141,8 +141,7 @@ def _packs(system: System) -> bool:
     config, model = system.config, system.model
     packs = config.compile or kernels_are_built(model.head_dim, system.dtype, model.vocab_size, system.format)
     packs = packs and system.dtype == torch.bfloat16 and system.device.type == "cpu" and config.bodies == "fast"
-    if (
-        config.quantize or system.draft.quantize or system.draft.policy == "auto"
-    ):  # what is not packed may have to be unpacked in every product
+    # what is not packed may have to be unpacked in every product
+    if config.quantize or system.draft.quantize or system.draft.policy == "auto":
         packs = packs and packing_builds()
     return packs

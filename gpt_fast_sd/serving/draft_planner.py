@@ -50,7 +50,7 @@ class Arm:
 
 
 # by who drafts: acceptance at best and on average, and a view whose acceptance tells more, with the lift above it.
-# Published or measured acceptance of such drafts lies between; see measuring/replay.py
+# Guesses, which a run corrects: rather too high than too low, as what is never tried never shows that it would pay.
 KNOWLEDGE: dict[str, tuple[float, float, str | None, float]] = {
     "lookup": (0.95, 0.3, None, 0.0),
     "standalone": (0.9, 0.65, None, 0.0),
@@ -75,7 +75,7 @@ def arm_of(draft: DraftConfig, size: float = 1.0) -> Arm:
 class Found:
     """What is known of an arm: its best gamma, speed over plain decoding, acceptance of first drafts, and rounds.
 
-    None: it was not timed, as nothing that it might keep would pay, or it has not drafted.
+    None: it was not timed, as what is hoped of it would not pay, or it has not drafted.
     """
 
     name: str
