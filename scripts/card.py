@@ -101,7 +101,7 @@ def found(engine: Engine) -> Rows:
         rows.append(
             (
                 "no copies",
-                f"{', '.join(sorted(no_copies))}: not asked for, of a model that ranks share, or no room or kernel here",
+                f"{', '.join(sorted(no_copies))}: not asked for, ranks share the model, or no room here",
             )
         )
     if others:
