@@ -1,23 +1,22 @@
 // Attention of a few query rows over keys of any dtype and head dim, on any CPU. attention_avx512.cpp has the products
-// of one instruction set; here they are fp32, of keys and values that are widened a tile at a time, so the dtype of the
-// cache costs loading it and no code of its own.
+// of one instruction set; here they are fp32, of keys and values that are widened in registers as they are read.
 //
-// A tile's keys are transposed as they are widened, so scores have a key in every lane and no sum goes across lanes;
-// outputs have a dim in every lane. Both take as many rows together as fit the registers; what a row gets does not
-// depend on them.
+// Scores have dims in their lanes, and the sums of as many keys as there are lanes are added up across them together;
+// outputs have a dim in every lane, in the order in which the cache's dtype is widened. Both take as many rows together
+// as fit the registers; what a row gets does not depend on them.
 #include "simd.hpp"
 #include "attention.hpp"
 
 namespace {
 constexpr int H = HEAD_DIM, VECTORS = H / LANES;
 static_assert(H % 16 == 0 && H <= 256);
-constexpr int TILE = 32, PAGES = TILE / PAGE; // a tile of up to 64 dims stays in L1, widened
+#define ALWAYS inline __attribute__((always_inline)) // so that arrays stay in registers
+constexpr int TILE = 32, PAGES = TILE / PAGE;
 constexpr float LOWEST = -0x1p126f; // finite, so that a difference of two is not NaN; times a scale it stays exact
 constexpr float MIN_LOG2 = -100.f; // a weight below 2^-100 counts as 0: what it is multiplied by may be small, too
 constexpr int32_t NO_POSITION = std::numeric_limits<int32_t>::max();
-// Where the next tile waits: in L1, or in L2 on older CPUs, whose L1 is no larger than this tile and the next.
-constexpr int LOCALITY = LANES == 16 ? 3 : 2;
-constexpr int ROWS = REGISTERS == 32 ? 6 : 3, WIDE = 4; // rows together and vectors of each, whose sums fit registers
+// Together: rows, keys whose products share what is read of these, and vectors of outputs; sums of each fit registers.
+constexpr int ROWS = REGISTERS == 32 ? 6 : 3, KEYS = 2, WIDE = 4;
 
 struct Query { // while a split is read
     alignas(64) float q[H], weight[TILE]; // weight: the scores, then the weights of a tile
@@ -32,74 +31,33 @@ struct Total { // what the splits of a row have come to so far
     float max = LOWEST, sum = 0.f;
 };
 
-// Prefetches the next tile, where keys are read in order, a few lines at a time all through this one: a core has only
-// so many loads in flight, and all lines at once would hold up what is read now.
-struct Prefetcher {
-    const char *key, *value;
-    int64_t keys, values; // lines that are left of each
-    int64_t rate, due; // in 1,024ths of a line: for a product of vectors, and so far
-
-    Prefetcher() = default;
-    Prefetcher(const char* key, const char* value, int64_t bytes, int64_t products)
-        : key(key), value(value), keys((bytes + 63) / 64), values(keys) {
-        rate = 1024 * 2 * keys / products + 1, due = 0;
-    }
-    void advance(int64_t products) { // that are computed meanwhile
-        due += rate * products;
-        for (; due >= 1024 && keys; due -= 1024, keys--, key += 64) __builtin_prefetch(key, 0, LOCALITY);
-        for (; due >= 1024 && values; due -= 1024, values--, value += 64) __builtin_prefetch(value, 0, LOCALITY);
-    }
-};
-
+// The entries of a tile, wherever each lies.
 struct Tile {
-    const float *key, *value; // [H, TILE], [TILE, H]
+    const char *key[TILE], *value[TILE];
     alignas(64) float key_scale[TILE], value_scale[TILE];
     alignas(64) int32_t position[TILE]; // NO_POSITION: does not exist
     int32_t last; // the largest of these
     int n; // entries from n on do not exist
-    mutable Prefetcher next;
+    int64_t ahead; // bytes from an entry to the same one of the next tile; 0: that is not prefetched
 };
 
-// LANES numbers of a dtype, from number i on.
-template <Dtype D> static inline F load_as_float(const void* from, int64_t i) {
-    if constexpr (D == BF16) return load_bf16((const bf16*)from + i);
-    else if constexpr (D == FP16) return load_fp16((const fp16*)from + i);
-    else if constexpr (D == INT8) return load_int8_as_float((const int8_t*)from + i);
-    else return load<F>((const float*)from + i);
+// The dims of an entry of this dtype as vector v has them, LANES each. Vectors of bf16 come in twos, the first of which
+// has the even dims of both: half a word becomes fp32 by one instruction.
+template <Dtype D> static constexpr bool in_twos(int v) { return D == BF16 && (v / 2 + 1) * 2 * LANES <= H; }
+template <Dtype D> static ALWAYS F load_dims(const void* from, int v) {
+    if constexpr (D == BF16) {
+        if (!in_twos<D>(v)) return load_bf16((const bf16*)from + v * LANES);
+        const I two = load<I>((const bf16*)from + v / 2 * 2 * LANES);
+        return (F)(v % 2 ? two & -0x10000 : two << 16);
+    } else if constexpr (D == FP16) return load_fp16((const fp16*)from + v * LANES);
+    else if constexpr (D == INT8) return load_int8_as_float((const int8_t*)from + v * LANES);
+    else return load<F>((const float*)from + v * LANES);
 }
 template <class Body> static inline void with_dtype(Dtype dtype, Body body) {
     if (dtype == BF16) body(std::integral_constant<Dtype, BF16>{});
     else if (dtype == FP16) body(std::integral_constant<Dtype, FP16>{});
     else if (dtype == INT8) body(std::integral_constant<Dtype, INT8>{});
     else body(std::integral_constant<Dtype, FP32>{});
-}
-static inline void widen(Dtype dtype, const void* from, float* to, int64_t n) {
-    with_dtype(dtype, [&](auto d) {
-        for (int64_t i = 0; i < n; i += LANES) store(to + i, load_as_float<decltype(d)::value>(from, i));
-    });
-}
-
-// Widen and transpose N * LANES dims of LANES keys, wherever each lies, to columns of [H, TILE]. N dims share a lane
-// until they are transposed.
-template <Dtype D, int N> static inline void transpose_dims(const char* const* from, int64_t h, float* to) {
-    F x[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) x[i] = N == 1 ? load_as_float<D>(from[i], h) : load<F>(from[i] + 4 / N * h);
-    transpose(x);
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) {
-            const I bits = (I)x[i];
-            const F two = (F)(n ? bits & -0x10000 : bits << 16), four = to_float(bits << (24 - 8 * n) >> 24);
-            store(to + (h + N * i + n) * TILE, N == 1 ? x[i] : N == 2 ? two : four);
-        }
-}
-template <Dtype D> static inline void transpose_keys(const char* const* from, float* to) {
-    constexpr int N = D == BF16 ? 2 : D == INT8 ? 4 : 1;
-    int64_t h = 0;
-    for (; h + N * LANES <= H; h += N * LANES) transpose_dims<D, N>(from, h, to);
-    for (; h < H; h += LANES) transpose_dims<D, 1>(from, h, to);
 }
 
 // Join an entry of two planes (model/cache.py): a byte of the upper one has the upper nibbles of dims i and i + H / 2.
@@ -120,30 +78,82 @@ static void join_planes(const uint8_t* upper, const uint8_t* lower, float* to) {
     }
 }
 
+// The sums across the lanes of each of x [LANES], in its order.
+template <int... L> static ALWAYS F sums_across(F* x, std::integer_sequence<int, L...> lanes) {
+    int n = LANES;
+#pragma GCC unroll 2
+    for (int level = 0; level < 2; level++) { // within each four lanes
+        n /= 2;
+#pragma GCC unroll 8
+        for (int i = 0; i < n; i++) {
+            const F a = x[2 * i], b = x[2 * i + 1];
+            x[i] = shuffle<(L / 4 * 4 + L % 2 * 2 + (L & 2 ? LANES : 0))...>(a, b) +
+                   shuffle<(L / 4 * 4 + L % 2 * 2 + 1 + (L & 2 ? LANES : 0))...>(a, b);
+        }
+    }
+    if constexpr (LANES >= 8) {
+#pragma GCC unroll 2
+        for (int i = 0; i < LANES / 8; i++) {
+            const F a = x[2 * i], b = x[2 * i + 1];
+            x[i] = shuffle<(L & 4 ? LANES + (L ^ 4) : L)...>(a, b) + shuffle<(L & 4 ? LANES + L : L | 4)...>(a, b);
+        }
+    }
+    if constexpr (LANES == 16) // fours 0 and 2 of each have its first four sums
+        return shuffle<(L % 4 + L / 4 % 2 * 4 + (L & 8 ? LANES : 0))...>(x[0], x[1]) +
+               shuffle<(L % 4 + L / 4 % 2 * 4 + 8 + (L & 8 ? LANES : 0))...>(x[0], x[1]);
+    return x[0];
+}
+
+static ALWAYS void prefetch(const char* from, int bytes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+template <Dtype D> constexpr int BYTES = H * (D == FP32 ? 4 : D == INT8 ? 1 : 2); // of an entry
+
+// The entries of the next tile that are prefetched while some rows read this one: a core has only so many loads in
+// flight, and all at once would hold up what is read now.
+struct Share {
+    int from, end;
+    int64_t ahead;
+
+    template <Dtype D, int N> ALWAYS void prefetch_entries(const char* const* entries, int j) const {
+        if (j < from || j >= end) return;
+#pragma GCC unroll 2
+        for (int i = 0; i < N; i++) prefetch(entries[i] + ahead, BYTES<D>);
+    }
+};
+
 // Q K': the scores of N rows over a tile.
-template <int N> static inline void compute_scores(const Tile& tile, Query* queries) {
-    constexpr int C = std::min(WIDE, TILE / LANES);
-    for (int j = 0; j < TILE && j < tile.n; j += C * LANES) {
-        F sum[N][C] = {};
-        for (int h = 0; h < H; h++) {
-            if (h % 8 == 0) tile.next.advance(8 * N * C);
-            F key[C];
+template <Dtype D, int N> static ALWAYS void compute_scores(const Tile& tile, Query* queries, Share share) {
+    for (int j = 0; j < TILE && j < tile.n; j += LANES) {
+        F sum[N][LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES; i += KEYS) {
+            const char* const* keys = tile.key + j + i;
+            F of[N][KEYS] = {};
+            share.prefetch_entries<D, KEYS>(keys, j + i);
+#pragma GCC unroll 16
+            for (int v = 0; v < VECTORS; v++) {
+                F key[KEYS];
 #pragma GCC unroll 4
-            for (int c = 0; c < C; c++) key[c] = load<F>(tile.key + h * TILE + j + c * LANES);
+                for (int k = 0; k < KEYS; k++) key[k] = load_dims<D>(keys[k], v);
 #pragma GCC unroll 6
-            for (int r = 0; r < N; r++) {
-                const F q = broadcast(queries[r].q[h]);
+                for (int r = 0; r < N; r++) {
+                    const F q = load<F>(queries[r].q + v * LANES);
 #pragma GCC unroll 4
-                for (int c = 0; c < C; c++) sum[r][c] = fmadd(sum[r][c], q, key[c]);
+                    for (int k = 0; k < KEYS; k++) of[r][k] = fmadd(of[r][k], q, key[k]);
+                }
             }
+#pragma GCC unroll 6
+            for (int r = 0; r < N; r++)
+#pragma GCC unroll 4
+                for (int k = 0; k < KEYS; k++) sum[r][i + k] = of[r][k];
         }
 #pragma GCC unroll 6
-        for (int r = 0; r < N; r++)
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) {
-                const int key = j + c * LANES;
-                store(queries[r].weight + key, sum[r][c] * load<F>(tile.key_scale + key));
-            }
+        for (int r = 0; r < N; r++) {
+            const F score = sums_across(sum[r], std::make_integer_sequence<int, LANES>{});
+            store(queries[r].weight + j, score * load<F>(tile.key_scale + j));
+        }
     }
 }
 
@@ -159,9 +169,11 @@ static inline float online_softmax_step(const Tile& tile, Row& row, float* weigh
         if (!WHOLE) score[c] = load<I>(tile.position + c * LANES) <= row.limit ? score[c] : broadcast(LOWEST);
         best = larger(score[c], best);
     }
-    const float top = reduce_max(best);
     float shrink = 1.f;
-    if (top > row.max) shrink = exp2f((row.max - top) * row.to_log2), row.max = top;
+    if (any_above(best, row.max)) { // rare, after the first tiles
+        const float top = reduce_max(best);
+        shrink = exp2f((row.max - top) * row.to_log2), row.max = top;
+    }
     const F scale = broadcast(row.to_log2), max = broadcast(row.max);
     F sum = load<F>(row.sum) * shrink;
     if (page_sum) std::fill_n(page_sum, PAGES, 0.f);
@@ -181,59 +193,82 @@ static inline float online_softmax_step(const Tile& tile, Row& row, float* weigh
 }
 
 // P V: C vectors of N rows' outputs, from dim `from` on, take in the values of a tile.
-template <int N, int C>
-static inline void accumulate_values(const Tile& tile, int from, Row* rows, const Query* queries, const float* shrink) {
+template <Dtype D, int N, int C>
+static ALWAYS void accumulate_values(const Tile& tile, int from, Row* rows, const Query* queries, const float* shrink,
+                                     Share share) {
     F out[N][C];
 #pragma GCC unroll 6
     for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) out[r][c] = load<F>(rows[r].out + from + c * LANES) * shrink[r];
+        for (int c = 0; c < C; c++) out[r][c] = load<F>(rows[r].out + (from + c) * LANES) * shrink[r];
     for (int j = 0; j < tile.n; j++) {
-        if (j % 8 == 0) tile.next.advance(8 * N * C);
-        F value[C];
+        share.prefetch_entries<D, 1>(tile.value + j, j);
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) value[c] = load<F>(tile.value + j * H + from + c * LANES);
+        for (int c = 0; c < C; c += 2) {
+            F value[2];
+            for (int i = 0; i < 2 && c + i < C; i++) value[i] = load_dims<D>(tile.value[j], from + c + i);
+            asm volatile("" ::: "memory"); // weights are loaded again: all of them and the values fit no registers
 #pragma GCC unroll 6
-        for (int r = 0; r < N; r++) {
-            const F weight = broadcast(queries[r].weight[j]);
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) out[r][c] = fmadd(out[r][c], weight, value[c]);
+            for (int r = 0; r < N; r++) {
+                const F weight = broadcast(queries[r].weight[j]);
+                for (int i = 0; i < 2 && c + i < C; i++) out[r][c + i] = fmadd(out[r][c + i], weight, value[i]);
+            }
         }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) store(rows[r].out + from + c * LANES, out[r][c]);
+        for (int c = 0; c < C; c++) store(rows[r].out + (from + c) * LANES, out[r][c]);
 }
 
-template <int N> static void read_rows(const Tile& tile, Row* rows, Query* queries, float* page_sum, float* page_max) {
+template <Dtype D, int N>
+static __attribute__((noinline)) void read_rows(const Tile& tile, Row* rows, Query* queries, float* page_sum,
+                                                float* page_max, Share share) {
     constexpr int REST = VECTORS % WIDE;
-    compute_scores<N>(tile, queries);
+    compute_scores<D, N>(tile, queries, share);
     float shrink[N];
     for (int r = 0; r < N; r++) {
         const auto step = tile.last <= rows[r].limit ? online_softmax_step<true> : online_softmax_step<false>;
         float *sums = page_sum ? page_sum + r * PAGES : nullptr, *max = page_sum ? page_max + r : nullptr;
         shrink[r] = step(tile, rows[r], queries[r].weight, sums, max);
     }
-    for (int c = 0; c < VECTORS - REST; c += WIDE) accumulate_values<N, WIDE>(tile, c * LANES, rows, queries, shrink);
-    if constexpr (REST) accumulate_values<N, REST>(tile, (VECTORS - REST) * LANES, rows, queries, shrink);
+#pragma GCC unroll 16
+    for (int c = 0; c < VECTORS - REST; c += WIDE)
+        accumulate_values<D, N, WIDE>(tile, c, rows, queries, shrink, c ? Share{} : share);
+    if constexpr (REST)
+        accumulate_values<D, N, REST>(tile, VECTORS - REST, rows, queries, shrink, VECTORS == REST ? share : Share{});
 }
 
-static void read_tile(const Tile& tile, Row* rows, Query* queries, int64_t n_rows, float* page_sum, float* page_max) {
-    for_row_blocks<ROWS>(0, n_rows, [&](auto n, int64_t r) {
-        float *sums = page_sum ? page_sum + r * PAGES : nullptr, *maxima = page_sum ? page_max + r : nullptr;
-        read_rows<n()>(tile, rows + r, queries + r, sums, maxima);
+static void read_tile(Dtype dtype, const Tile& tile, Row* rows, Query* queries, int64_t n_rows, float* page_sum,
+                      float* page_max) {
+    with_dtype(dtype, [&](auto d) {
+        for_row_blocks<ROWS>(0, n_rows, [&](auto n, int64_t r) {
+            float *sums = page_sum ? page_sum + r * PAGES : nullptr, *maxima = page_sum ? page_max + r : nullptr;
+            auto part = [&](int64_t row) { return tile.ahead ? int(row * TILE / n_rows + 1) / KEYS * KEYS : 0; };
+            const Share share = {part(r), part(r + n()), tile.ahead};
+            read_rows<decltype(d)::value, n()>(tile, rows + r, queries + r, sums, maxima, share);
+        });
     });
 }
 
+// The dtype in whose order dims come, see load_dims.
+static inline Dtype order_of(const AttentionCall& a) { return a.k_low ? FP32 : a.k_dtype; }
+// Dims in the order of bf16 -> as they are numbered.
+static void to_order(float* dims) {
+    for (int v = 0; in_twos<BF16>(v); v += 2) {
+        alignas(64) float both[2 * LANES];
+        memcpy(both, dims + v * LANES, sizeof both);
+        for (int i = 0; i < 2 * LANES; i++) dims[v * LANES + i] = both[i / 2 + i % 2 * LANES];
+    }
+}
 static inline int64_t query_bytes(const AttentionCall& a) { return a.q_dtype == FP32 ? 4 : 2; } // of a number
 static inline int64_t entry_bytes(const AttentionCall& a) {
     return a.k_low ? H / 2 : a.k_dtype == FP32 ? 4 * H : a.k_dtype == INT8 ? H : 2 * H;
 }
 
-// The tile that a thread reads, and where it is gathered.
+// The tile that a thread reads, and where its planes are joined.
 struct Scratch {
-    alignas(64) float key[TILE * H], value[TILE * H], joined[LANES * H];
+    alignas(64) float key[TILE * H], value[TILE * H];
     Tile tile;
 };
 
@@ -255,10 +290,10 @@ static inline void set_positions(Tile& tile, const int64_t* listed, int64_t star
     }
 }
 
-// Gather the tile of batch row b's kv head that begins at `start`; end: where its task's reading ends; last_seen: the
-// last position that any of the task's n_rows sees. What no query sees counts as 0, whatever lies there.
-static void gather_tile(const AttentionCall& a, int64_t b, int64_t head, int64_t start, int64_t end, int64_t last_seen,
-                        int64_t n_rows, Scratch& at) {
+// Find the tile of batch row b's kv head that begins at `start`; end: where its task's reading ends; last_seen: the
+// last position that any of the task's rows sees. What no query sees counts as 0, whatever lies there.
+static void find_tile(const AttentionCall& a, int64_t b, int64_t head, int64_t start, int64_t end, int64_t last_seen,
+                      Scratch& at) {
     static const char zeros[4 * H] = {};
     const int64_t number = a.k_dtype == INT8 ? 1 : a.k_dtype == FP32 ? 4 : 2; // bytes
     const int64_t base = (b * a.kv_b + head * a.kv_k) * number, entry = entry_bytes(a);
@@ -266,60 +301,41 @@ static void gather_tile(const AttentionCall& a, int64_t b, int64_t head, int64_t
     const char *keys = (const char*)a.k + base, *values = (const char*)a.v + base;
     const int64_t* listed = a.index ? a.index + (b * a.K + head) * a.M + start : nullptr;
     const int64_t whole_from = a.tail ? a.pos[b * a.T] - a.tail + 1 : 0; // before: the upper plane alone
+    const bool in_order = !listed && !a.k_low;
     Tile& tile = at.tile;
     tile.n = (int)std::min<int64_t>(TILE, end - start);
+    tile.ahead = in_order && end - start >= 2 * TILE ? TILE * entry : 0;
     set_positions(tile, listed, start);
-    for (int64_t j = TILE; listed && j < std::min<int64_t>(2 * TILE, a.M - start); j++) { // the next tile's entries
-        const int64_t place = std::clamp<int64_t>(listed[j], 0, a.S - 1) * entry;
-        for (int64_t byte = 0; byte < entry; byte += 64)
-            __builtin_prefetch(keys + place + byte), __builtin_prefetch(values + place + byte);
-    }
-    tile.key = at.key, tile.value = at.value;
-    const int64_t n_next = listed ? 0 : std::clamp<int64_t>(end - start - TILE, 0, TILE);
-    const int64_t next = n_next ? (start + TILE) * entry : 0;
-    constexpr int64_t OF_ROW = 2 * TILE * VECTORS, OF_KEY = 4 * OF_ROW / TILE; // to gather takes as long as four rows
-    tile.next = Prefetcher(keys + next, values + next, n_next * entry, (n_rows + 4) * OF_ROW);
-    const bool in_order = !listed && !a.k_low;
-    if (in_order && a.k_dtype == FP32) tile.value = (const float*)(values + start * entry);
-    for (int j = 0; j < tile.n && in_order && a.k_dtype != FP32; j++) {
-        tile.next.advance(OF_KEY / 2);
-        widen(a.k_dtype, values + (start + j) * entry, at.value + j * H, H);
+    auto place_of = [&](int64_t j) { return listed ? std::clamp<int64_t>(listed[j], 0, a.S - 1) : start + j; };
+    if (in_order && tile.n == TILE) {
+        const char *key = keys + start * entry, *value = values + start * entry;
+        for (int j = 0; j < TILE; j++, key += entry, value += entry) tile.key[j] = key, tile.value[j] = value;
+    } else {
+        for (int j = 0; j < TILE; j++) {
+            const bool exists = j < tile.n && (!listed || (listed[j] >= 0 && listed[j] <= last_seen));
+            tile.key[j] = exists ? keys + place_of(j) * entry : zeros;
+            tile.value[j] = exists ? values + place_of(j) * entry : zeros;
+        }
+        for (int64_t j = TILE; j < std::min<int64_t>(2 * TILE, end - start); j++) // the next tile's entries
+            prefetch(keys + place_of(j) * entry, entry), prefetch(values + place_of(j) * entry, entry);
     }
     const bool together = !a.k_scale || (!listed && tile.n == TILE); // scales are loaded
     for (int j = 0; j < TILE && together; j += LANES) {
         store(tile.key_scale + j, a.k_scale ? load_fp16(a.k_scale + scales + start + j) : broadcast(1.f));
         store(tile.value_scale + j, a.v_scale ? load_fp16(a.v_scale + scales + start + j) : broadcast(1.f));
     }
-    for (int from = 0; from < tile.n; from += LANES) {
-        const char* key[LANES];
-        for (int i = 0; i < LANES; i++)
-            key[i] = !listed && from + i < tile.n ? keys + (start + from + i) * entry : zeros;
-        for (int j = from; j < std::min(from + LANES, tile.n) && !(in_order && together); j++) {
-            const bool exists = !listed || (listed[j] >= 0 && listed[j] <= last_seen);
-            const int64_t place = listed ? std::clamp<int64_t>(listed[j], 0, a.S - 1) : start + j;
-            if (!together) {
-                tile.key_scale[j] = fp16_to_float(a.k_scale[scales + place]);
-                tile.value_scale[j] = fp16_to_float(a.v_scale[scales + place]);
-            }
-            if (in_order) continue;
-            tile.next.advance(OF_KEY / 2);
-            const char* value = exists ? values + place * entry : zeros;
-            float *to = at.value + j * H, *joined = at.joined + (j - from) * H;
-            key[j - from] = exists ? keys + place * entry : zeros;
-            if (!a.k_low) {
-                widen(a.k_dtype, value, to, H);
-                continue;
-            }
-            const bool whole = exists && place >= whole_from;
-            join_planes((const uint8_t*)key[j - from], whole ? a.k_low + base + place * entry : nullptr, joined);
-            join_planes((const uint8_t*)value, whole ? a.v_low + base + place * entry : nullptr, to);
-            key[j - from] = exists ? (const char*)joined : zeros;
-            if (!exists) memset(to, 0, 4 * H);
-        }
-        with_dtype(a.k_low ? FP32 : a.k_dtype, [&](auto d) { transpose_keys<decltype(d)::value>(key, at.key + from); });
-        tile.next.advance(OF_KEY / 2 * LANES);
+    for (int j = 0; j < TILE && !together; j++) { // of what does not exist, any number
+        tile.key_scale[j] = j < tile.n ? fp16_to_float(a.k_scale[scales + place_of(j)]) : 1.f;
+        tile.value_scale[j] = j < tile.n ? fp16_to_float(a.v_scale[scales + place_of(j)]) : 1.f;
     }
-    for (int j = tile.n; j < TILE; j++) tile.key_scale[j] = tile.value_scale[j] = 1.f; // any number
+    for (int j = 0; j < tile.n && a.k_low; j++) {
+        if (tile.key[j] == zeros) continue;
+        const int64_t low = base + place_of(j) * entry;
+        const bool whole = place_of(j) >= whole_from;
+        join_planes((const uint8_t*)tile.key[j], whole ? a.k_low + low : nullptr, at.key + j * H);
+        join_planes((const uint8_t*)tile.value[j], whole ? a.v_low + low : nullptr, at.value + j * H);
+        tile.key[j] = (const char*)(at.key + j * H), tile.value[j] = (const char*)(at.value + j * H);
+    }
 }
 
 static inline void add_split(Total& total, const Row& row) {
@@ -340,11 +356,15 @@ static void write_results(const AttentionCall& a, const Schedule& s, const Buffe
     for (int64_t i = bk * s.R + first_row; i < bk * s.R + first_row + n_rows; i++) {
         const Total& total = of.totals[i];
         char* to = (char*)a.out + i * H * query_bytes(a);
+        alignas(64) float dims[H];
+        for (int v = 0; v < VECTORS; v++)
+            store(dims + v * LANES, total.sum == 0.f ? F{} : load<F>(total.out + v * LANES) / broadcast(total.sum));
+        if (order_of(a) == BF16) to_order(dims);
         for (int c = 0; c < VECTORS; c++) {
-            const F dims = total.sum == 0.f ? F{} : load<F>(total.out + c * LANES) / broadcast(total.sum);
-            if (a.q_dtype == FP32) store((float*)to + c * LANES, dims);
-            else if (a.q_dtype == FP16) store_fp16((fp16*)to + c * LANES, dims);
-            else store_bf16((bf16*)to + c * LANES, dims);
+            const F x = load<F>(dims + c * LANES);
+            if (a.q_dtype == FP32) store((float*)to + c * LANES, x);
+            else if (a.q_dtype == FP16) store_fp16((fp16*)to + c * LANES, x);
+            else store_bf16((bf16*)to + c * LANES, x);
         }
     }
 }
@@ -353,7 +373,14 @@ static void write_results(const AttentionCall& a, const Schedule& s, const Buffe
 // it sees anything is told by the largest.
 static bool load_query(const AttentionCall& a, const Task& task, int64_t r, float* q) {
     const int64_t g = r / a.T, t = r % a.T, row = task.b * a.q_b + (task.head * a.G + g) * a.q_n + t * a.q_t;
-    widen(a.q_dtype, (const char*)a.q + row * query_bytes(a), q, H);
+    const char* from = (const char*)a.q + row * query_bytes(a);
+    for (int v = 0; v < VECTORS; v++) {
+        F x;
+        if (order_of(a) == BF16) x = load_dims<BF16>(from, v);
+        else if (a.q_dtype == BF16) x = load_bf16((const bf16*)from + v * LANES);
+        else x = a.q_dtype == FP16 ? load_dims<FP16>(from, v) : load_dims<FP32>(from, v);
+        store(q + v * LANES, x);
+    }
     F nan{}; // 0 unless some number is not finite
     for (int c = 0; c < H; c += LANES) nan += load<F>(q + c) - load<F>(q + c);
     const bool finite = reduce_sum(nan) == 0.f;
@@ -388,9 +415,9 @@ static void run_task(const AttentionCall& a, const Schedule& s, const Buffers<Ro
         }
         const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
         for (int64_t start = split * SPLIT; start < end; start += TILE) {
-            gather_tile(a, b, head, start, end_of_task, last_seen, n_rows, at);
+            find_tile(a, b, head, start, end_of_task, last_seen, at);
             const int64_t n = (bk * s.n_tiles + start / TILE) * s.R;
-            read_tile(at.tile, rows, queries, n_rows, of.sums_of(n), of.maxima_of(n));
+            read_tile(order_of(a), at.tile, rows, queries, n_rows, of.sums_of(n), of.maxima_of(n));
         }
         for (int64_t r = 0; r < n_rows && !s.shared; r++) add_split(totals[r], rows[r]);
     }

@@ -3,11 +3,12 @@
 // ones and by sums integers of 16 bits.
 //
 // Each output of each row is one sum over all inputs in order, so it has the same bits whatever is computed beside it.
-// Few rows multiply weights as they are read; for more, those of a block's outputs and WIDENED inputs are widened, and
+// Weights are multiplied as they are read, except int4: those of a block's outputs and WIDENED inputs are widened, and
 // stay in L1 while up to 48 rows are multiplied with them.
 //
 // Names: M rows, I inputs, O outputs; a word is 4 bytes of inputs of one output, a half is 16 of a block's 32 outputs.
 #include "simd.hpp"
+#include <omp.h>
 
 enum class Kind { BF16, INT8, INT4, SUMS }; // of weights; SUMS: int4, by integer sums of blocks
 namespace {
@@ -110,42 +111,73 @@ static inline void prefetch(const char* w, int64_t line, int word) {
     __builtin_prefetch(soon, 0, 2), __builtin_prefetch(soon + LINE, 0, 2);
 }
 
-// Multiply N rows with 32 outputs of bf16 weights w as they lie. sums [N, 32]
-template <int N>
-static __attribute__((noinline)) void multiply_packed(const Product& p, const char* w, int64_t m, float* sums) {
-    F sum[N][2 * V] = {};
-    const float* x = p.wide + m * p.I;
-    for (int64_t line = 0; line < p.I / 32; line++)
+// One of n passes over a block's weights. Where there are few they are prefetched as they are read; else each pass
+// prefetches a part of the next block's, as the first would wait for memory, and the others leave it idle.
+struct Pass {
+    int64_t number, n;
+    const char* next; // null: there is none
+};
+
+// Multiply N rows with the outputs of C vectors of bf16 weights as they lie, from vector `from` of the block on. Sums
+// fill the registers: of what they take in only the fewer are held, rows or vectors. sums [N, 32]
+template <int N, int C>
+static __attribute__((noinline)) void multiply_packed(const Product& p, const char* w, int from, Pass pass, int64_t m,
+                                                      float* sums) {
+    F sum[N][C] = {};
+    const int64_t row = p.I;
+    const float* x = p.wide + m * row;
+    for (int64_t line = 0; line < row / 32; line++) {
+        for (int64_t i = pass.number; i < 2 * WORDS && pass.next; i += pass.n)
+            __builtin_prefetch(pass.next + (line * 2 * WORDS + i) * LINE, 0, 2);
         for (int word = 0; word < WORDS; word++, x += 2) {
-            prefetch(w, line, word);
+            if (pass.number == 0 && !pass.next) prefetch(w, line, word);
+            auto weight = [&](int v, int i) {
+                const I two = load<I>(words(w, line, (from + v) / V) + word * LINE + (from + v) % V * 4 * LANES);
+                return (F)(i ? two & -65536 : two << 16);
+            };
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                F held[std::min(N, C)];
+                if constexpr (N < C) {
 #pragma GCC unroll 8
-            for (int v = 0; v < 2 * V; v++) {
-                const char* at = words(w, line, v / V) + word * LINE + v % V * 4 * LANES;
-                const I two = load<I>(at);
-                const F first = (F)(two << 16), second = (F)(two & -65536);
+                    for (int r = 0; r < N; r++) held[r] = broadcast(x[r * row + i]);
 #pragma GCC unroll 8
-                for (int r = 0; r < N; r++) {
-                    sum[r][v] = fmadd(sum[r][v], broadcast(x[r * p.I]), first);
-                    sum[r][v] = fmadd(sum[r][v], broadcast(x[r * p.I + 1]), second);
+                    for (int v = 0; v < C; v++) {
+                        const F one = weight(v, i);
+#pragma GCC unroll 8
+                        for (int r = 0; r < N; r++) sum[r][v] = fmadd(sum[r][v], held[r], one);
+                    }
+                } else {
+#pragma GCC unroll 8
+                    for (int v = 0; v < C; v++) held[v] = weight(v, i);
+#pragma GCC unroll 8
+                    for (int r = 0; r < N; r++) {
+                        const F one = broadcast(x[r * row + i]);
+#pragma GCC unroll 8
+                        for (int v = 0; v < C; v++) sum[r][v] = fmadd(sum[r][v], one, held[v]);
+                    }
                 }
+                asm volatile("" ::: "memory"); // else the words stay in registers, and drive out sums
             }
         }
+    }
+#pragma GCC unroll 8
     for (int r = 0; r < N; r++)
-        for (int v = 0; v < 2 * V; v++) store(sums + r * 2 * HALF + v * LANES, sum[r][v]);
+#pragma GCC unroll 8
+        for (int v = 0; v < C; v++) store(sums + r * 2 * HALF + (from + v) * LANES, sum[r][v]);
 }
 
 // Multiply N rows with 16 outputs of each of TOGETHER halves, whose n weights from input `from` on are widened: w
-// [TOGETHER, WIDENED, 16]. Adds to some of sums [N, 32]. next: what is prefetched meanwhile, or null
+// [TOGETHER, WIDENED, 16]. Adds to some of sums [N, 32].
 template <int N>
 static __attribute__((noinline)) void multiply_wide(const Product& p, const float* w, int64_t from, int64_t n,
-                                                    const char* next, int64_t m, float* sums) {
+                                                    int64_t m, float* sums) {
     constexpr int OF = TOGETHER * V;
     F sum[N][OF];
     for (int r = 0; r < N; r++)
         for (int v = 0; v < OF; v++) sum[r][v] = load<F>(sums + r * 2 * HALF + v * LANES);
     const float* x = p.wide + m * p.I + from;
     for (int64_t i = 0; i < n; i++) {
-        if (next) __builtin_prefetch(next + i * 32 * TOGETHER);
 #pragma GCC unroll 4
         for (int v = 0; v < OF; v++) {
             const F weight = load<F>(w + (v / V * WIDENED + i) * HALF + v % V * LANES);
@@ -155,16 +187,6 @@ static __attribute__((noinline)) void multiply_wide(const Product& p, const floa
     }
     for (int r = 0; r < N; r++)
         for (int v = 0; v < OF; v++) store(sums + r * 2 * HALF + v * LANES, sum[r][v]);
-}
-
-static void widen_bf16(const char* w, int64_t from, int64_t n, int half, float* to) {
-    for (int64_t line = from / 32; line < (from + n) / 32; line++)
-        for (int word = 0; word < WORDS; word++, to += 2 * HALF)
-            for (int v = 0; v < V; v++) {
-                const I two = load<I>(words(w, line, half) + word * LINE + v * 4 * LANES);
-                store(to + v * LANES, (F)(two << 16));
-                store(to + HALF + v * LANES, (F)(two & -65536));
-            }
 }
 
 // Widen int4: of a block of 32 inputs, 16 bits hold an input of outputs 4 a to 4 a + 3: [2 halves, 4, 32].
@@ -192,7 +214,8 @@ static void widen_int4(const char* w, const char* blocks, int64_t from, int64_t 
 
 // Multiply N rows with 16 outputs of int8 weights. sums [N, 32]. A sum has CHAINS parts, as few sums would wait for
 // each other; the widest vectors wait for memory anyway.
-template <int N> static inline void multiply_int8(const Product& p, const char* w, int half, int64_t m, float* sums) {
+template <int N>
+static __attribute__((noinline)) void multiply_int8(const Product& p, const char* w, int half, int64_t m, float* sums) {
     constexpr int CHAINS = LANES == 16 ? 1 : 8 * N * V <= SUMS ? 4 : 4 * N * V <= SUMS ? 2 : 1;
     I sum[N][2][V][CHAINS] = {};
     const int32_t* x = p.quantized + m * 2 * p.plane();
@@ -233,13 +256,15 @@ template <int N> static inline void multiply_int8(const Product& p, const char* 
 // Multiply N rows with 16 outputs of int4 weights by sums, whose words have four inputs and those 16 further on.
 // sums [N, 32]
 template <int N>
-static inline void multiply_by_sums(const Product& p, const char* w, const char* blocks, int64_t m, float* sums) {
+static __attribute__((noinline)) void multiply_by_sums(const Product& p, const char* w, const char* blocks, int64_t m,
+                                                       float* sums) {
     F out[N][V] = {};
     const int64_t n_blocks = p.I / 32;
     for (int64_t g = 0; g < n_blocks; g++, w += 4 * LINE, blocks += LINE) {
         I sum[N][2][V] = {};
         __builtin_prefetch(blocks + AHEAD / 4);
-        for (int c = 0; c < 4; c++) {
+#pragma GCC unroll 1
+        for (int c = 0; c < 4; c++) { // unrolled, its products are all kept until the end
             __builtin_prefetch(w + AHEAD + LINE * c);
             const int32_t* x = p.quantized + m * 2 * p.plane() + OF_FOUR * (8 * g + c);
 #pragma GCC unroll 4
@@ -273,21 +298,34 @@ static inline void multiply_by_sums(const Product& p, const char* w, const char*
         for (int v = 0; v < V; v++) store(sums + r * 2 * HALF + v * LANES, out[r][v]);
 }
 
-// Rows at once of multiply_packed, multiply_wide, multiply_int8 and multiply_by_sums.
-constexpr int PACKED = std::min(8, SUMS / (2 * V)), WIDE = std::min(8, SUMS / (TOGETHER * V));
+// Rows at once of multiply_packed, all outputs or half of them, multiply_wide, multiply_int8 and multiply_by_sums.
+constexpr int FLAT = SUMS / (2 * V), TALL = std::min(8, SUMS / V), WIDE = std::min(8, SUMS / (TOGETHER * V));
 constexpr int WHOLE = std::min(6, SUMS / (2 * V)), SUMMED = std::max(1, WHOLE / 2);
 
-// Outputs o .. o + 31 of all rows. wide: [TOGETHER, WIDENED, 16]
-template <Kind K> static void multiply_block(const Product& p, int64_t o, float* wide) {
-    const int64_t M = p.M, I = p.I;
-    const char* w = p.w + o * (K == Kind::BF16 ? 2 * I : K == Kind::INT8 ? I : I / 2);
+// Outputs o .. o + 31 of all rows, of outputs up to `end` that follow. wide: [TOGETHER, WIDENED, 16]
+template <Kind K> static void multiply_block(const Product& p, int64_t o, int64_t end, float* wide) {
+    const int64_t M = p.M, I = p.I, bytes = 2 * HALF * (K == Kind::BF16 ? 2 * I : K == Kind::INT8 ? I : I / 2);
+    const char *w = p.w + o / (2 * HALF) * bytes, *following = o + 2 * HALF < end ? w + bytes : nullptr;
     const char* blocks = K == Kind::INT4 || K == Kind::SUMS ? p.blocks + o * (I / 32) * 4 : nullptr;
-    if (K == Kind::BF16 && M <= 2 * PACKED) {
-        for_row_blocks<PACKED>(0, M, [&](auto n, int64_t m) {
-            alignas(64) float sums[PACKED][2 * HALF];
-            multiply_packed<n()>(p, w, m, sums[0]);
-            for (int r = 0; r < n(); r++) p.store_outputs(K, sums[r], m + r, o);
-        });
+    if constexpr (K == Kind::BF16) {
+        alignas(64) float sums[std::max(FLAT, TALL)][2 * HALF];
+        const bool tall = M > 2 * FLAT;
+        const int64_t n = tall ? 2 * ((M + TALL - 1) / TALL) : 1;
+        int64_t number = 0;
+        auto store_rows = [&](int rows, int64_t m) {
+            for (int r = 0; r < rows; r++) p.store_outputs(K, sums[r], m + r, o);
+        };
+        if (tall)
+            for_row_blocks<TALL>(0, M, [&](auto rows, int64_t m) {
+                for (int half = 0; half < 2; half++)
+                    multiply_packed<rows(), V>(p, w, half * V, {number++, n, following}, m, sums[0]);
+                store_rows(rows(), m);
+            });
+        else
+            for_row_blocks<FLAT>(0, M, [&](auto rows, int64_t m) {
+                multiply_packed<rows(), 2 * V>(p, w, 0, {number++, n, nullptr}, m, sums[0]);
+                store_rows(rows(), m);
+            });
         return;
     }
     constexpr int64_t ROWS = 48; // whose sums are kept until both halves are there
@@ -312,14 +350,10 @@ template <Kind K> static void multiply_block(const Product& p, int64_t o, float*
             for (int64_t i = 0; i < I; i += WIDENED)
                 for (int half = 0; half < 2; half += TOGETHER) {
                     const int64_t n_in = std::min<int64_t>(WIDENED, I - i);
-                    for (int h = 0; h < TOGETHER; h++) {
-                        if constexpr (K == Kind::BF16) widen_bf16(w, i, n_in, half + h, wide + h * HALF * WIDENED);
-                        else widen_int4(w, blocks, i, n_in, half + h, wide + h * HALF * WIDENED);
-                    }
-                    const char* next = words(w, (i + WIDENED) / 32, 0) + half * WIDENED * 32;
-                    const bool prefetches = K == Kind::BF16 && from == 0;
+                    for (int h = 0; h < TOGETHER; h++)
+                        widen_int4(w, blocks, i, n_in, half + h, wide + h * HALF * WIDENED);
                     for_row_blocks<WIDE>(from, end, [&](auto n, int64_t m) {
-                        multiply_wide<n()>(p, wide, i, n_in, prefetches && m == from ? next : nullptr, m, at(m, half));
+                        multiply_wide<n()>(p, wide, i, n_in, m, at(m, half));
                     });
                 }
         }
@@ -344,8 +378,9 @@ template <Kind K> static void multiply_all(Product p, int threads) {
 #pragma omp for
             for (int64_t m = 0; m < p.M; m++) p.prepare_row(K, m);
         }
-#pragma omp for schedule(static) nowait
-        for (int64_t o = 0; o < p.O; o += 2 * HALF) multiply_block<K>(p, o, wide);
+        const int64_t n = p.O / (2 * HALF), thread = omp_get_thread_num(), of = omp_get_num_threads();
+        const int64_t end = (thread + 1) * n / of * 2 * HALF;
+        for (int64_t o = thread * n / of * 2 * HALF; o < end; o += 2 * HALF) multiply_block<K>(p, o, end, wide);
     }
 }
 }

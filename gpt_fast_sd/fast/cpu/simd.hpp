@@ -112,24 +112,19 @@ template <int... L> static inline F shuffle(F a, F b) {
     return __builtin_shuffle(a, b, I{L...});
 #endif
 }
-// Transpose LANES vectors in place: the blocks off the diagonal change places, first halves, then quarters, and so on.
-template <int S, int... L> static inline void transpose_by(F* x, std::integer_sequence<int, L...> lanes) {
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
-        if (i & S) continue;
-        const F a = x[i], b = x[i | S];
-        x[i] = shuffle<(L & S ? LANES + (L ^ S) : L)...>(a, b);
-        x[i | S] = shuffle<(L & S ? LANES + L : L | S)...>(a, b);
-    }
-    if constexpr (S > 1) transpose_by<S / 2>(x, lanes);
-}
-static inline void transpose(F* x) { transpose_by<LANES / 2>(x, std::make_integer_sequence<int, LANES>{}); }
 template <int S, int... L> static inline F reduce_max_by(F x, std::integer_sequence<int, L...> lanes) {
     x = larger(x, shuffle<(L ^ S)...>(x, x));
     if constexpr (S > 1) return reduce_max_by<S / 2>(x, lanes);
     else return x;
 }
 static inline float reduce_max(F x) { return reduce_max_by<LANES / 2>(x, std::make_integer_sequence<int, LANES>{})[0]; }
+static inline bool any_above(F x, float bound) { // whether any lane is
+#if defined(__AVX__) && !defined(__AVX512BW__)
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)broadcast(bound), _CMP_GT_OQ));
+#else
+    return reduce_max(x) > bound;
+#endif
+}
 
 static inline float reduce_sum(F x) {
     float sum[LANES];
