@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from math import inf
 
 from ..policies.config import DraftConfig
-from .gamma_planner import CLEARLY, GAIN, PLAIN_AFTER, GammaPlanner, Steps, StepTimes, rising
+from .gamma_planner import CLEARLY, GAIN, PLAIN_AFTER, RATE, GammaPlanner, Steps, StepTimes, rising
 
 MOST_ARMS = 64
 TRYING = 0.012  # share of a run that tries may lose
 HORIZON = 200.0  # tokens a row that a run is expected to bring at most: rows may end before they have all they may
 SURPRISE = 1.3  # times what was expected that a round takes, or less by as much
+AT_FIRST = 1  # rounds of a run that are plain, beside which others are judged
+SETTLES = 4  # rounds of another arm, or gamma, which show what it takes; later ones show how fast the machine is
+FOLLOWS = 0.3  # weight of a round in how fast the machine is
 STEADY = 8  # rounds for which what is best is not asked again, unless something was tried: asking takes time
 KNOWN = 12.0  # first drafts after which what a view gains is known
 HOPE_WEIGHT = 3.0  # number of drafts that what is hoped of a view counts as
@@ -97,11 +100,14 @@ class DraftPlanner:
         self.ready: tuple[int, ...] = ()  # arms that were timed
         self.arm = 0  # of the round that was chosen last
         self.to_come = 0.0  # tokens of a row that the run may still bring
+        self.slowness = 1.0  # of the machine, beside when steps were timed
+        self._before: tuple[int, int] | None = None  # arm and gamma of the round before
+        self._same = 0  # rounds since arm or gamma changed
         self._last = 0, 0  # arm and gamma
         self._since_plain = 0
         self.seconds_run = self.lost = self._best = 0.0
         self._n_keys, self._rounds = 1, [0] * len(self.arms)
-        self._steady = self._after = 0
+        self._steady = self._after = self._chosen = 0
 
     @property
     def plain(self) -> GammaPlanner:
@@ -115,7 +121,19 @@ class DraftPlanner:
 
         arms: those for which a step does more than for others, such as sum attention mass; None: for all.
         """
-        quick, slow = (rising([measure(g, n) for g in self.tiers]) for n in (few, many))
+
+        def times(n_keys: int) -> list[float]:
+            """Of each gamma, beside a plain step's as long before and after it: the machine may be slower meanwhile."""
+            found, first = list[float](), measure(0, n_keys)
+            before = first
+            for gamma in self.tiers[1:]:
+                here, after = measure(gamma, n_keys), measure(0, n_keys)
+                found.append(here / (before + after))
+                before = after
+            plain = first if arms is None else self.plain.verify[0](n_keys)
+            return [plain, *(2 * plain * share for share in found)]
+
+        quick, slow = rising(times(few)), rising(times(many))
         verify = {g: StepTimes((few, a), (many, b)) for g, a, b in zip(self.tiers, quick, slow, strict=True)}
         if arms is not None:
             verify[0] = self.plain.verify[0]
@@ -154,6 +172,7 @@ class DraftPlanner:
             planner.begin()
         self.seconds_run = self.lost = 0.0
         self._steady, self._rounds = 0, [0] * len(self.arms)
+        self._before, self._chosen = None, 0
 
     def rates(self, i: int, *, hoped: bool = False) -> list[float]:
         """The chance of the first, second, ... draft of an arm; hoped: as high as it may still turn out to be."""
@@ -181,6 +200,10 @@ class DraftPlanner:
 
     def choose(self, n_keys: int) -> int:
         """Gamma of the next round, whose arm is `arm`."""
+        self._chosen += 1
+        if self._chosen <= AT_FIRST:
+            self.arm = 0
+            return 0
         self._steady -= 1
         if self._steady > 0 and self._since_plain + 1 < self._after:
             self.arm, gamma = self._last
@@ -266,21 +289,52 @@ class DraftPlanner:
         planner = self.of[arm if gamma else 0]
         tier = planner._tier(gamma)
         expected = planner.drafting(gamma, n_keys) + planner.verify[tier](n_keys)
-        if not expected / SURPRISE < drafting + verifying < expected * SURPRISE:
-            self._steady = 0  # the machine is another one now
-        planner.record(gamma, n_keys, drafting, verifying, accepted)
-        self._count(gamma, drafting + verifying + planner.host[tier].seconds, accepted, arm)
+        learns, by = self._follow((arm if gamma else 0, gamma), drafting + verifying, expected, planner.verify[tier])
+        if learns:
+            planner.record(gamma, n_keys, drafting / by, verifying / by, accepted)
+        else:
+            planner._count(gamma, accepted)
+        self._count(gamma, (drafting + verifying) / by + planner.host[tier].seconds, accepted, arm)
 
     def record_whole(
         self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int], *, arm: int = 0
     ) -> None:
         """Record a round of an arm, as GammaPlanner.record_whole does."""
-        self.of[arm if gamma else 0].record_whole(gamma, n_keys, seconds, accepted)
+        planner = self.of[arm if gamma else 0]
+        tier, learns, by = planner._tier(gamma), True, 1.0
+        if seconds is not None:
+            who = arm if gamma else 0, gamma
+            learns, by = self._follow(who, seconds, planner.seconds(tier, n_keys), planner.verify[tier])
+            seconds /= by
+        if learns:
+            planner.record_whole(gamma, n_keys, seconds, accepted)
+        else:
+            planner._count(gamma, accepted)
         self._count(gamma, seconds or 0.0, accepted, arm)
+
+    def _follow(self, who: tuple[int, int], seconds: float, expected: float, verify: StepTimes) -> tuple[bool, float]:
+        """Whether a round tells what its steps take, and how slow the machine is beside when they were timed.
+
+        It slows down and recovers as its other users come and go, and all steps with it. How far a round is off what
+        was expected tells of the machine, and after a change of arms, the less is known of it the more, of the arm.
+        """
+        slowness = self.slowness
+        surprise = seconds / expected / slowness
+        if not 0 <= surprise < inf:  # no clock's
+            return True, slowness
+        first = self._before is None
+        self._same = self._same + 1 if who == self._before else 0
+        self._before = who
+        learns = not first and self._same < SETTLES
+        if learns and not 1 / SURPRISE < surprise < SURPRISE:
+            self._steady = 0
+        of_arm = max(RATE, 1 / (2 + verify.seen)) if learns else 0.0
+        self.slowness *= 1 + (1.0 if first else FOLLOWS * (1 - of_arm)) * (min(surprise, 1.5) - 1)
+        return learns, slowness if learns else self.slowness
 
     def record_host(self, gamma: int, seconds: float, *, arm: int = 0) -> None:
         """Record a round's seconds outside its steps, which all arms share."""
-        self.plain.record_host(gamma, seconds)
+        self.plain.record_host(gamma, seconds / self.slowness)
         for planner in self.of:
             planner.host = self.plain.host
 

@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import exp, sqrt
 from pathlib import Path
 from statistics import mean, median
 
@@ -79,13 +80,23 @@ def drawn(seed: int) -> World:
 
 def simulate(
     at: World, tokens: int, seed: int, noise: float = 0.05, slower: Callable[[float], float] = lambda done: 1.0,
-    then: World | None = None,
+    then: World | None = None, wanders: float = 0.0,
 ) -> tuple[float, DraftPlanner]:  # fmt: skip
-    """Tokens per row and second of a run; slower: by the share of it that is done; then: the world of its 2nd half."""
+    """Tokens per row and second of a run; slower: by the share of it that is done; then: the world of its 2nd half.
+
+    wanders: by what share (a standard deviation) the machine slows down and recovers, within some 100 plain steps, also
+    while steps are timed. The seconds of the run are then those of the machine as it is on average.
+    """
     rng, plan = random.Random(seed), DraftPlanner(GAMMA_TIERS, ARMS)
+    level = rng.gauss(0, wanders) if wanders else 0.0
 
     def timed(seconds: float) -> float:
-        return seconds * (1 + noise * abs(rng.gauss(0, 1)))
+        nonlocal level
+        took = seconds * exp(level) * (1 + noise * abs(rng.gauss(0, 1)))
+        if wanders:
+            stays = exp(-seconds / at.verify[0] / 100)
+            level = level * stays + rng.gauss(0, wanders) * sqrt(1 - stays**2)
+        return took
 
     def best(seconds: float) -> float:
         return min(timed(seconds) for _ in range(3))
@@ -113,14 +124,14 @@ def simulate(
     return emitted / seconds, plan
 
 
-@pytest.mark.parametrize(("noise", "tokens", "least", "of_best"), [(0.05, 200, 0.985, 0.965), (0.25, 400, 0.975, 0.96)])
+@pytest.mark.parametrize(("noise", "tokens"), [(0.05, 200), (0.25, 400)])
 def test_in_recorded_cells_it_is_nearly_the_best_arm_and_never_costs_what_plain_decoding_would_notice(
-    noise: float, tokens: int, least: float, of_best: float
+    noise: float, tokens: int
 ) -> None:
     found = [(at, simulate(at, tokens, seed, noise)[0]) for seed, at in enumerate(recorded())]
     assert len(found) == 64 and any(at.best > 1.5 * at.plain for at, _ in found)
-    assert min(speed / at.plain for at, speed in found) >= least
-    assert median(speed / at.best for at, speed in found) >= of_best
+    assert min(speed / at.plain for at, speed in found) >= 0.985
+    assert median(speed / at.best for at, speed in found) >= 0.955
 
 
 def test_tries_cost_no_more_than_their_share_wherever_nothing_pays_and_what_pays_is_found() -> None:
@@ -134,6 +145,15 @@ def test_tries_cost_no_more_than_their_share_wherever_nothing_pays_and_what_pays
 def test_a_machine_that_slows_down_in_mid_run_changes_nothing_for_long() -> None:
     cells = [drawn(seed) for seed in range(40)]
     assert min(1.5 * simulate(at, 400, 1, slower=lambda done: 1.0 + (done > 0.5))[0] / at.plain for at in cells) >= 0.94
+
+
+@pytest.mark.parametrize("wanders", [0.15, 0.3])
+def test_a_machine_that_wanders_while_steps_are_timed_and_taken_misleads_nobody(wanders: float) -> None:
+    found = sorted(
+        simulate(at, 200, seed, 0.1, wanders=wanders)[0] / at.plain
+        for seed, at in enumerate([*recorded(), *map(drawn, range(60))])
+    )
+    assert found[0] >= 0.95 and found[6] >= 0.98  # before steps were judged by those beside them: 0.91 and 0.96
 
 
 def test_where_not_even_hoped_for_drafts_would_pay_no_arm_is_made() -> None:
@@ -151,7 +171,7 @@ def test_a_text_that_begins_to_repeat_is_soon_looked_up() -> None:
     dull, same = (world(4, verify, 0.9, 0.2, 0.2, lookup) for lookup in (0.02, 0.95))
     assert simulate(dull, 300, 0)[0] > 0.95 * dull.best
     for seed in range(6):  # as long as it looks up nothing it gains nothing
-        assert simulate(dull, 3000, seed, then=same)[0] > 1.4 * same.plain
+        assert simulate(dull, 3000, seed, then=same)[0] > 1.35 * same.plain
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
