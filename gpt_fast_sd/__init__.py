@@ -5,6 +5,8 @@
 The names above load on first use, so that importing this package (as every import of a room does) stays cheap.
 """
 
+import os as _os
+import sys as _sys
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Completion", "DraftConfig", "Engine", "EngineConfig", "SamplingParams", "TokenEvent"]
+
+# Threads that wait for others spin for 20 us, not milliseconds, before they sleep: a machine has other work, too. GNU's
+# OpenMP reads this as it is loaded, with torch.
+if "torch" not in _sys.modules and "OMP_WAIT_POLICY" not in _os.environ:
+    _os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # The folders model/ and tp/ of a checkout are links here; where links were not kept, as in some archives, they are
 # found next to this folder.

@@ -27,6 +27,9 @@ crash and says so at length), 2 the command made no sense, 1 it could not go on.
 
 from __future__ import annotations
 
+import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
+
+# isort: split
 import argparse
 import contextlib
 import dataclasses

@@ -19,6 +19,9 @@ the same needles and look-ups.
 
 from __future__ import annotations
 
+import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
+
+# isort: split
 import argparse
 import contextlib
 import json

@@ -22,6 +22,9 @@ The first process prints; the tokens of its card are the first replica's, the by
 
 from __future__ import annotations
 
+import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
+
+# isort: split
 import argparse
 import contextlib
 import dataclasses

@@ -10,6 +10,9 @@ began, the head included. docs/cpu.md explains more. Exit code: 0; 2 where what 
 
 from __future__ import annotations
 
+import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
+
+# isort: split
 import argparse
 import json
 import statistics

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +36,27 @@ EVALUATE += ["--device", "cpu"]
 CONFIG = tiny_config(vocab_size=256, dim=64, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=128, tie_embeddings=True)
 ENGINE = EngineConfig(batch_size=2, max_seq_len=512, device="cpu")
 CHIP = Chip(name="test", bandwidth=1e9, peak=1e9, memory=1.0)
+
+
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
+def test_threads_wait_for_little_time_unless_they_are_told_to(given: dict[str, str]) -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given
+    told = [sys.executable, "-c", "import gpt_fast_sd, os; print(os.environ.get('GOMP_SPINCOUNT'))"]
+    said = subprocess.run(told, cwd=ROOT, env=env, text=True, capture_output=True, check=True).stdout
+    assert said.strip() == ("None" if "OMP_WAIT_POLICY" in given else given.get("GOMP_SPINCOUNT", "1000"))
+
+
+@pytest.mark.parametrize("program", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.stem)
+def test_a_program_loads_torch_after_what_says_how_threads_wait(program: Path) -> None:
+    tree = ast.parse(program.read_text())
+    loaded = [
+        getattr(node, "module", None) or node.names[0].name
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    rooms = [name.partition(".")[0] for name in loaded]
+    is_program = any(isinstance(node, ast.If) for node in tree.body) and "gpt_fast_sd" in rooms and "torch" in rooms
+    assert not is_program or rooms.index("gpt_fast_sd") < rooms.index("torch")
 
 
 def read(path: Path) -> dict[str, Any]:
