@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Completion", "DraftConfig", "Engine", "EngineConfig", "SamplingParams", "TokenEvent"]
 
-# Threads that wait for others spin for 20 us, not milliseconds, before they sleep: a machine has other work, too. GNU's
-# OpenMP reads this as it is loaded, with torch.
+# Threads that wait spin for some 20 us, then sleep, as a machine has other work: GNU's OpenMP reads this with torch.
 if "torch" not in _sys.modules and "OMP_WAIT_POLICY" not in _os.environ:
     _os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

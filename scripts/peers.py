@@ -34,9 +34,6 @@ Shapes: B batch rows, S tokens a row holds, V vocabulary.
 
 from __future__ import annotations
 
-import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
-
-# isort: split
 import argparse
 import json
 import os

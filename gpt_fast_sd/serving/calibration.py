@@ -66,9 +66,8 @@ def find_arms(at: Schedule, few: int, many: int) -> None:
         if summing == [arm]:  # the first of them: the target's steps are the same for all
             like = [i for i, one in enumerate(planner.arms) if one.view == planner.arms[arm].view]
             planner.time_target(verifying, few, many, like)
-        slower = verifying(0, many) / planner.plain.verify[0](many)  # the machine, than when the target was timed
         planner.time_arm(
-            arm, lambda gamma, by=slower: time_steps(at, gamma, many, verifies=False)[0] / by, many,  # type: ignore[misc]
+            arm, lambda gamma: time_steps(at, gamma, many, verifies=False)[0], lambda: verifying(0, many), many,
             steps=drafter.n_steps,
         )  # fmt: skip
 

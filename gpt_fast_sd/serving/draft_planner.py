@@ -19,7 +19,7 @@ MOST_ARMS = 64
 TRYING = 0.012  # share of a run that tries may lose
 HORIZON = 200.0  # tokens a row that a run is expected to bring at most: rows may end before they have all they may
 SURPRISE = 1.3  # times what was expected that a round takes, or less by as much
-AT_FIRST = 1  # rounds of a run that are plain, beside which others are judged
+AT_FIRST = 2  # rounds of a run that are plain, and timed, beside which others are judged
 SETTLES = 4  # rounds of another arm, or gamma, which show what it takes; later ones show how fast the machine is
 FOLLOWS = 0.3  # weight of a round in how fast the machine is
 STEADY = 8  # rounds for which what is best is not asked again, unless something was tried: asking takes time
@@ -107,7 +107,7 @@ class DraftPlanner:
         self._since_plain = 0
         self.seconds_run = self.lost = self._best = 0.0
         self._n_keys, self._rounds = 1, [0] * len(self.arms)
-        self._steady = self._after = self._chosen = 0
+        self._steady = self._after = self._plain_seen = 0
 
     @property
     def plain(self) -> GammaPlanner:
@@ -123,15 +123,15 @@ class DraftPlanner:
         """
 
         def times(n_keys: int) -> list[float]:
-            """Of each gamma, beside a plain step's as long before and after it: the machine may be slower meanwhile."""
-            found, first = list[float](), measure(0, n_keys)
-            before = first
-            for gamma in self.tiers[1:]:
-                here, after = measure(gamma, n_keys), measure(0, n_keys)
-                found.append(here / (before + after))
+            """Of each gamma, beside plain steps before and after two of them: the machine may be slower meanwhile."""
+            found, before = list[float](), measure(0, n_keys)
+            plain = before if arms is None else self.plain.verify[0](n_keys)
+            for at in range(1, len(self.tiers), 2):
+                two = [measure(gamma, n_keys) for gamma in self.tiers[at : at + 2]]
+                after = measure(0, n_keys)
+                found += [2 * plain * one / (before + after) for one in two]
                 before = after
-            plain = first if arms is None else self.plain.verify[0](n_keys)
-            return [plain, *(2 * plain * share for share in found)]
+            return [plain, *found]
 
         quick, slow = rising(times(few)), rising(times(many))
         verify = {g: StepTimes((few, a), (many, b)) for g, a, b in zip(self.tiers, quick, slow, strict=True)}
@@ -155,13 +155,16 @@ class DraftPlanner:
             )
         ]
 
-    def time_arm(self, i: int, drafting: Callable[[int], float], many: int, *, steps: Steps = float) -> None:
+    def time_arm(
+        self, i: int, drafting: Callable[[int], float], beside: Callable[[], float], many: int, *, steps: Steps = float
+    ) -> None:
         """Time an arm's own steps on many keys, of which it reads few; from now on it may be chosen.
 
-        drafting(gamma): seconds of drafting a token.
+        drafting(gamma): seconds of drafting a token. beside: those of a plain step now, on many keys.
         """
         planner, verify = self.of[i], self.of[i].verify
-        took = {g: drafting(g) for g in {self.tiers[1], max(self.tiers)}}
+        slower = beside() / self.plain.verify[0](many)  # the machine, than when the target's steps were timed
+        took = {g: drafting(g) / slower for g in {self.tiers[1], max(self.tiers)}}
         planner.calibrate(lambda g, n: (took.get(g, 0.0), 0.0), many, many, None, steps)
         planner.verify = verify
         self.ready = tuple(sorted({*self.ready, i}))
@@ -172,7 +175,7 @@ class DraftPlanner:
             planner.begin()
         self.seconds_run = self.lost = 0.0
         self._steady, self._rounds = 0, [0] * len(self.arms)
-        self._before, self._chosen = None, 0
+        self._before, self._plain_seen = None, 0
 
     def rates(self, i: int, *, hoped: bool = False) -> list[float]:
         """The chance of the first, second, ... draft of an arm; hoped: as high as it may still turn out to be."""
@@ -200,9 +203,8 @@ class DraftPlanner:
 
     def choose(self, n_keys: int) -> int:
         """Gamma of the next round, whose arm is `arm`."""
-        self._chosen += 1
-        if self._chosen <= AT_FIRST:
-            self.arm = 0
+        if self._plain_seen < AT_FIRST:
+            self.arm = self._since_plain = 0
             return 0
         self._steady -= 1
         if self._steady > 0 and self._since_plain + 1 < self._after:
@@ -320,16 +322,20 @@ class DraftPlanner:
         """
         slowness = self.slowness
         surprise = seconds / expected / slowness
-        if not 0 <= surprise < inf:  # no clock's
+        if not 0 < surprise < inf:  # no clock's
             return True, slowness
-        first = self._before is None
         self._same = self._same + 1 if who == self._before else 0
         self._before = who
-        learns = not first and self._same < SETTLES
+        if not who[1] and self._plain_seen < AT_FIRST:  # the first one may be slow for once, as threads awake
+            self._plain_seen += 1
+            self.slowness *= surprise if self._plain_seen == 1 else min(1.0, surprise)
+            return False, self.slowness
+        learns = self._same < SETTLES
         if learns and not 1 / SURPRISE < surprise < SURPRISE:
             self._steady = 0
+            verify.seen = min(verify.seen, 1)  # what was known is known no longer: it is asked again soon
         of_arm = max(RATE, 1 / (2 + verify.seen)) if learns else 0.0
-        self.slowness *= 1 + (1.0 if first else FOLLOWS * (1 - of_arm)) * (min(surprise, 1.5) - 1)
+        self.slowness *= 1 + FOLLOWS * (1 - of_arm) * (min(surprise, 1.5) - 1)
         return learns, slowness if learns else self.slowness
 
     def record_host(self, gamma: int, seconds: float, *, arm: int = 0) -> None:

@@ -1,5 +1,6 @@
 // Attention of a few query rows over keys of any dtype and head dim, on any CPU. attention_avx512.cpp has the products
-// of one instruction set; here they are fp32, of keys and values that are widened in registers as they are read.
+// of one instruction set; here they are fp32, of keys and values that are widened in registers as they are read, after
+// two planes were joined.
 //
 // Scores have dims in their lanes, and the sums of as many keys as there are lanes are added up across them together;
 // outputs have a dim in every lane, in the order in which the cache's dtype is widened. Both take as many rows together
@@ -17,6 +18,8 @@ constexpr float MIN_LOG2 = -100.f; // a weight below 2^-100 counts as 0: what it
 constexpr int32_t NO_POSITION = std::numeric_limits<int32_t>::max();
 // Together: rows, keys whose products share what is read of these, and vectors of outputs; sums of each fit registers.
 constexpr int ROWS = REGISTERS == 32 ? 6 : 3, KEYS = 2, WIDE = 4;
+
+constexpr int UNROLLED = VECTORS <= 12 ? VECTORS : 4; // of more vectors GCC loads all at once, and spills sums
 
 struct Query { // while a split is read
     alignas(64) float q[H], weight[TILE]; // weight: the scores, then the weights of a tile
@@ -132,7 +135,7 @@ template <Dtype D, int N> static ALWAYS void compute_scores(const Tile& tile, Qu
             const char* const* keys = tile.key + j + i;
             F of[N][KEYS] = {};
             share.prefetch_entries<D, KEYS>(keys, j + i);
-#pragma GCC unroll 16
+#pragma GCC unroll UNROLLED
             for (int v = 0; v < VECTORS; v++) {
                 F key[KEYS];
 #pragma GCC unroll 4
@@ -316,9 +319,9 @@ static void find_tile(const AttentionCall& a, int64_t b, int64_t head, int64_t s
             tile.key[j] = exists ? keys + place_of(j) * entry : zeros;
             tile.value[j] = exists ? values + place_of(j) * entry : zeros;
         }
-        for (int64_t j = TILE; j < std::min<int64_t>(2 * TILE, end - start); j++) // the next tile's entries
-            prefetch(keys + place_of(j) * entry, entry), prefetch(values + place_of(j) * entry, entry);
     }
+    for (int64_t j = TILE; !tile.ahead && j < std::min<int64_t>(2 * TILE, end - start); j++) // the next tile's entries
+        prefetch(keys + place_of(j) * entry, entry), prefetch(values + place_of(j) * entry, entry);
     const bool together = !a.k_scale || (!listed && tile.n == TILE); // scales are loaded
     for (int j = 0; j < TILE && together; j += LANES) {
         store(tile.key_scale + j, a.k_scale ? load_fp16(a.k_scale + scales + start + j) : broadcast(1.f));

@@ -55,23 +55,25 @@ static inline void narrow(const float* from, bf16* to, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) store_bf16(to + i, load<F>(from + i));
 }
 
-// RMSNorm: x / rms(x), rounded, times the weight, rounded. x is fp32 and overwritten.
-static void norm(float* x, const bf16* weight, int64_t n, double eps, bf16* to) {
+// RMSNorm: x / rms(x), rounded, times the weight, rounded. x is fp32.
+static void norm(const float* x, const bf16* weight, int64_t n, double eps, bf16* to) {
     F squares{};
     for (int64_t i = 0; i < n; i += LANES) squares = fmadd(squares, load<F>(x + i), load<F>(x + i));
     const float by = 1.f / std::sqrt(reduce_sum(squares) / (float)n + (float)eps);
-    for (int64_t i = 0; i < n; i++) x[i] *= by;
-    narrow(x, to, n);
-    for (int64_t i = 0; i < n; i++) x[i] = bf16_to_float(to[i]) * bf16_to_float(weight[i]);
-    narrow(x, to, n);
+    for (int64_t i = 0; i < n; i += LANES) store_bf16(to + i, load<F>(x + i) * by);
+    for (int64_t i = 0; i < n; i += LANES) store_bf16(to + i, load_bf16(to + i) * load_bf16(weight + i));
 }
 
 // Rotate each pair (i, i + H / 2) of a head by its angle.
 static void rotate(float* x, const float* cos, const float* sin, int64_t H) {
-    for (int64_t i = 0; i < H / 2; i++) {
-        const float a = x[i], b = x[i + H / 2];
-        x[i] = a * cos[i] - b * sin[i], x[i + H / 2] = b * cos[i] + a * sin[i];
-    }
+    int64_t i = 0;
+    auto rotated = [&]<class V>(V) {
+        for (; i + (int64_t)(sizeof(V) / sizeof *x) <= H / 2; i += sizeof(V) / sizeof *x) {
+            const V a = load<V>(x + i), b = load<V>(x + i + H / 2), c = load<V>(cos + i), s = load<V>(sin + i);
+            store(x + i, a * c - b * s), store(x + i + H / 2, b * c + a * s);
+        }
+    };
+    rotated(F{}), rotated(0.f);
 }
 
 // Store a key or value x into the cache, rounded as by as_int8 and as_planes of model/cache.py.
@@ -196,9 +198,9 @@ struct Step {
     }
     void add_to_residual() const {
         for_rows([&](int64_t m) {
-            std::vector<float>& x = row();
-            for (int64_t i = 0; i < a.D; i++) x[i] = bf16_to_float(a.out[m * a.D + i]) + bf16_to_float(y[m * a.D + i]);
-            narrow(x.data(), a.out + m * a.D, a.D);
+            bf16* to = a.out + m * a.D;
+            for (int64_t i = 0; i < a.D; i += LANES)
+                store_bf16(to + i, load_bf16(to + i) + load_bf16(y + m * a.D + i));
         });
     }
     std::vector<float>& row() const { // of this thread

@@ -3,12 +3,11 @@
 // ones and by sums integers of 16 bits.
 //
 // Each output of each row is one sum over all inputs in order, so it has the same bits whatever is computed beside it.
-// Weights are multiplied as they are read, except int4: those of a block's outputs and WIDENED inputs are widened, and
-// stay in L1 while up to 48 rows are multiplied with them.
+// Weights are multiplied as they are read, except int4 that are not summed: those of a block's outputs and WIDENED
+// inputs are widened, and stay in L1 while ROWS rows are multiplied with them.
 //
 // Names: M rows, I inputs, O outputs; a word is 4 bytes of inputs of one output, a half is 16 of a block's 32 outputs.
 #include "simd.hpp"
-#include <omp.h>
 
 enum class Kind { BF16, INT8, INT4, SUMS }; // of weights; SUMS: int4, by integer sums of blocks
 namespace {
@@ -16,6 +15,7 @@ constexpr int HALF = 16, LINE = 64, WORDS = 16; // outputs; bytes of their words
 constexpr int V = HALF / LANES; // vectors of a half
 constexpr int TOGETHER = V == 1 ? 2 : 1; // halves of widened weights that share what is read of x
 constexpr int WIDENED = 192; // inputs whose weights are widened at a time, and stay in L1
+constexpr int64_t ROWS = 48; // that are multiplied with all weights before the next, and stay in L2
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12; // vectors of sums that fit the registers
 constexpr int AHEAD = 8192; // bytes, for prefetches
 constexpr int OF_FOUR = HAS_DOT4 ? 1 : 2; // words that hold four integer inputs
@@ -46,6 +46,13 @@ struct Product {
     float* totals; // by sums: [M, I / 32]
 
     int64_t plane() const { return I / 4 * OF_FOUR; } // words
+    Product rows(int64_t m, int64_t n) const {
+        Product part = *this;
+        part.M = n, part.y += m * (gated ? O / 2 : O);
+        part.wide += m * I, part.quantized += m * 2 * plane(), part.x_scale += m;
+        if (totals) part.totals += m * (I / 32);
+        return part;
+    }
 
     // Widen or quantize row m of x.
     void prepare_row(Kind kind, int64_t m) const {
@@ -118,8 +125,8 @@ struct Pass {
     const char* next; // null: there is none
 };
 
-// Multiply N rows with the outputs of C vectors of bf16 weights as they lie, from vector `from` of the block on. Sums
-// fill the registers: of what they take in only the fewer are held, rows or vectors. sums [N, 32]
+// Multiply N rows with the outputs of C vectors of bf16 weights as they lie, from vector `from` of the block on.
+// sums [N, 32]
 template <int N, int C>
 static __attribute__((noinline)) void multiply_packed(const Product& p, const char* w, int from, Pass pass, int64_t m,
                                                       float* sums) {
@@ -131,31 +138,31 @@ static __attribute__((noinline)) void multiply_packed(const Product& p, const ch
             __builtin_prefetch(pass.next + (line * 2 * WORDS + i) * LINE, 0, 2);
         for (int word = 0; word < WORDS; word++, x += 2) {
             if (pass.number == 0 && !pass.next) prefetch(w, line, word);
-            auto weight = [&](int v, int i) {
-                const I two = load<I>(words(w, line, (from + v) / V) + word * LINE + (from + v) % V * 4 * LANES);
-                return (F)(i ? two & -65536 : two << 16);
+            auto two = [&](int v) {
+                return load<I>(words(w, line, (from + v) / V) + word * LINE + (from + v) % V * 4 * LANES);
             };
-#pragma GCC unroll 2
-            for (int i = 0; i < 2; i++) {
-                F held[std::min(N, C)];
-                if constexpr (N < C) {
+            if constexpr (1 < N && N < C) { // fewer numbers than vectors are held
 #pragma GCC unroll 8
-                    for (int r = 0; r < N; r++) held[r] = broadcast(x[r * row + i]);
-#pragma GCC unroll 8
-                    for (int v = 0; v < C; v++) {
-                        const F one = weight(v, i);
-#pragma GCC unroll 8
-                        for (int r = 0; r < N; r++) sum[r][v] = fmadd(sum[r][v], held[r], one);
-                    }
-                } else {
-#pragma GCC unroll 8
-                    for (int v = 0; v < C; v++) held[v] = weight(v, i);
+                for (int v = 0; v < C; v++) {
+                    const F first = (F)(two(v) << 16), second = (F)(two(v) & -65536);
 #pragma GCC unroll 8
                     for (int r = 0; r < N; r++) {
-                        const F one = broadcast(x[r * row + i]);
-#pragma GCC unroll 8
-                        for (int v = 0; v < C; v++) sum[r][v] = fmadd(sum[r][v], one, held[v]);
+                        sum[r][v] = fmadd(sum[r][v], broadcast(x[r * row]), first);
+                        sum[r][v] = fmadd(sum[r][v], broadcast(x[r * row + 1]), second);
                     }
+                }
+                continue;
+            }
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                F weight[C];
+#pragma GCC unroll 8
+                for (int v = 0; v < C; v++) weight[v] = (F)(i ? two(v) & -65536 : two(v) << 16);
+#pragma GCC unroll 8
+                for (int r = 0; r < N; r++) {
+                    const F one = broadcast(x[r * row + i]);
+#pragma GCC unroll 8
+                    for (int v = 0; v < C; v++) sum[r][v] = fmadd(sum[r][v], one, weight[v]);
                 }
                 asm volatile("" ::: "memory"); // else the words stay in registers, and drive out sums
             }
@@ -299,66 +306,52 @@ static __attribute__((noinline)) void multiply_by_sums(const Product& p, const c
 }
 
 // Rows at once of multiply_packed, all outputs or half of them, multiply_wide, multiply_int8 and multiply_by_sums.
-constexpr int FLAT = SUMS / (2 * V), TALL = std::min(8, SUMS / V), WIDE = std::min(8, SUMS / (TOGETHER * V));
+constexpr int FLAT = std::min(8, SUMS / (2 * V)), TALL = std::min(8, SUMS / (TOGETHER * V)), WIDE = TALL;
 constexpr int WHOLE = std::min(6, SUMS / (2 * V)), SUMMED = std::max(1, WHOLE / 2);
 
-// Outputs o .. o + 31 of all rows, of outputs up to `end` that follow. wide: [TOGETHER, WIDENED, 16]
+// Outputs o .. o + 31 of at most ROWS rows; those up to `end` are next. wide: scratch [TOGETHER, WIDENED, 16] of int4
 template <Kind K> static void multiply_block(const Product& p, int64_t o, int64_t end, float* wide) {
     const int64_t M = p.M, I = p.I, bytes = 2 * HALF * (K == Kind::BF16 ? 2 * I : K == Kind::INT8 ? I : I / 2);
     const char *w = p.w + o / (2 * HALF) * bytes, *following = o + 2 * HALF < end ? w + bytes : nullptr;
     const char* blocks = K == Kind::INT4 || K == Kind::SUMS ? p.blocks + o * (I / 32) * 4 : nullptr;
+    alignas(64) float sums[ROWS][2 * HALF];
+    auto at = [&](int64_t m, int half) { return sums[m] + HALF * half; };
     if constexpr (K == Kind::BF16) {
-        alignas(64) float sums[std::max(FLAT, TALL)][2 * HALF];
-        const bool tall = M > 2 * FLAT;
-        const int64_t n = tall ? 2 * ((M + TALL - 1) / TALL) : 1;
         int64_t number = 0;
-        auto store_rows = [&](int rows, int64_t m) {
-            for (int r = 0; r < rows; r++) p.store_outputs(K, sums[r], m + r, o);
-        };
-        if (tall)
-            for_row_blocks<TALL>(0, M, [&](auto rows, int64_t m) {
-                for (int half = 0; half < 2; half++)
-                    multiply_packed<rows(), V>(p, w, half * V, {number++, n, following}, m, sums[0]);
-                store_rows(rows(), m);
+        if (M > 2 * FLAT)
+            for_row_blocks<TALL>(0, M, [&](auto n, int64_t m) {
+                for (int half = 0; half < 2; half += TOGETHER) {
+                    const Pass pass = {number++, 2 / TOGETHER * ((M + TALL - 1) / TALL), following};
+                    multiply_packed<n(), TOGETHER * V>(p, w, half * V, pass, m, sums[m]);
+                }
             });
         else
-            for_row_blocks<FLAT>(0, M, [&](auto rows, int64_t m) {
-                multiply_packed<rows(), 2 * V>(p, w, 0, {number++, n, nullptr}, m, sums[0]);
-                store_rows(rows(), m);
+            for_row_blocks<FLAT>(0, M, [&](auto n, int64_t m) {
+                multiply_packed<n(), 2 * V>(p, w, 0, {number++, 1, nullptr}, m, sums[m]);
             });
-        return;
-    }
-    constexpr int64_t ROWS = 48; // whose sums are kept until both halves are there
-    alignas(64) float sums[ROWS][2 * HALF];
-    for (int64_t from = 0; from < M; from += ROWS) {
-        const int64_t end = std::min(M, from + ROWS);
-        auto at = [&](int64_t m, int half) { return sums[m - from] + HALF * half; };
-        if constexpr (K == Kind::INT8)
-            for (int half = 0; half < 2; half++)
-                for_row_blocks<WHOLE>(from, end, [&](auto n, int64_t m) {
-                    multiply_int8<n()>(p, w, half, m, at(m, half));
-                });
-        else if constexpr (K == Kind::SUMS)
-            for (int half = 0; half < 2; half++) {
-                const int64_t n_blocks = HALF * (I / 32);
-                for_row_blocks<SUMMED>(from, end, [&](auto n, int64_t m) {
-                    multiply_by_sums<n()>(p, w + half * HALF * I / 2, blocks + half * n_blocks * 4, m, at(m, half));
+    } else if constexpr (K == Kind::INT8) {
+        for (int half = 0; half < 2; half++)
+            for_row_blocks<WHOLE>(0, M, [&](auto n, int64_t m) { multiply_int8<n()>(p, w, half, m, at(m, half)); });
+    } else if constexpr (K == Kind::SUMS) {
+        for (int half = 0; half < 2; half++) {
+            const int64_t n_blocks = HALF * (I / 32);
+            for_row_blocks<SUMMED>(0, M, [&](auto n, int64_t m) {
+                multiply_by_sums<n()>(p, w + half * HALF * I / 2, blocks + half * n_blocks * 4, m, at(m, half));
+            });
+        }
+    } else {
+        memset(sums, 0, sizeof sums);
+        for (int64_t i = 0; i < I; i += WIDENED)
+            for (int half = 0; half < 2; half += TOGETHER) {
+                const int64_t n_in = std::min<int64_t>(WIDENED, I - i);
+                for (int h = 0; h < TOGETHER; h++)
+                    widen_int4(w, blocks, i, n_in, half + h, wide + h * HALF * WIDENED);
+                for_row_blocks<WIDE>(0, M, [&](auto n, int64_t m) {
+                    multiply_wide<n()>(p, wide, i, n_in, m, at(m, half));
                 });
             }
-        else {
-            memset(sums, 0, sizeof sums);
-            for (int64_t i = 0; i < I; i += WIDENED)
-                for (int half = 0; half < 2; half += TOGETHER) {
-                    const int64_t n_in = std::min<int64_t>(WIDENED, I - i);
-                    for (int h = 0; h < TOGETHER; h++)
-                        widen_int4(w, blocks, i, n_in, half + h, wide + h * HALF * WIDENED);
-                    for_row_blocks<WIDE>(from, end, [&](auto n, int64_t m) {
-                        multiply_wide<n()>(p, wide, i, n_in, m, at(m, half));
-                    });
-                }
-        }
-        for (int64_t m = from; m < end; m++) p.store_outputs(K, sums[m - from], m, o);
     }
+    for (int64_t m = 0; m < M; m++) p.store_outputs(K, sums[m], m, o);
 }
 
 template <Kind K> static void multiply_all(Product p, int threads) {
@@ -378,9 +371,15 @@ template <Kind K> static void multiply_all(Product p, int threads) {
 #pragma omp for
             for (int64_t m = 0; m < p.M; m++) p.prepare_row(K, m);
         }
-        const int64_t n = p.O / (2 * HALF), thread = omp_get_thread_num(), of = omp_get_num_threads();
-        const int64_t end = (thread + 1) * n / of * 2 * HALF;
-        for (int64_t o = thread * n / of * 2 * HALF; o < end; o += 2 * HALF) multiply_block<K>(p, o, end, wide);
+#pragma omp for schedule(static) nowait
+        for (int64_t thread = 0; thread < threads; thread++) {
+            const int64_t n = p.O / (2 * HALF), end = (thread + 1) * n / threads * 2 * HALF;
+            for (int64_t m = 0; m < p.M; m += ROWS) {
+                const Product rows = p.rows(m, std::min(ROWS, p.M - m));
+                for (int64_t o = thread * n / threads * 2 * HALF; o < end; o += 2 * HALF)
+                    multiply_block<K>(rows, o, end, wide);
+            }
+        }
     }
 }
 }

@@ -119,7 +119,7 @@ template <int S, int... L> static inline F reduce_max_by(F x, std::integer_seque
 }
 static inline float reduce_max(F x) { return reduce_max_by<LANES / 2>(x, std::make_integer_sequence<int, LANES>{})[0]; }
 static inline bool any_above(F x, float bound) { // whether any lane is
-#if defined(__AVX__) && !defined(__AVX512BW__)
+#if defined(__AVX2__) && !defined(__AVX512BW__)
     return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)broadcast(bound), _CMP_GT_OQ));
 #else
     return reduce_max(x) > bound;
