@@ -31,15 +31,9 @@ _here = _Path(__file__).resolve().parent
 if not (_here / "model").is_dir():
     __path__.append(str(_here.parent))
 
-_defined_in = {
-    "Completion": ".serving.requests",
-    "DraftConfig": ".policies.config",
-    "Engine": ".engine",
-    "EngineConfig": ".config",
-    "SamplingParams": ".config",
-    "TokenEvent": ".serving.requests",
-    "registry": ".policies",
-}
+_defined_in = {"Engine": ".engine", "DraftConfig": ".policies.config", "registry": ".policies"}
+_defined_in |= dict.fromkeys(("EngineConfig", "SamplingParams"), ".config")
+_defined_in |= dict.fromkeys(("Completion", "TokenEvent"), ".serving.requests")
 
 if not TYPE_CHECKING:  # a type checker that saw this would accept any misspelt name as Any
 

@@ -92,11 +92,11 @@ def found(engine: Engine) -> Rows:
     if not (isinstance(planner, DraftPlanner) and isinstance(engine.policy, AutoDraft)):
         return []
     timed, others = ([one for one in planner.found() if (one.speed is None) == out] for out in (False, True))
-    rows = [
-        ("tried" if one.rounds else "not tried", f"{one.name}: {one.rounds:,} rounds, {one.speed:.2f} x of plain"
-         + (f", {one.acceptance:.0%} of first drafts kept" if one.acceptance is not None else ", by its steps alone"))
-        for one in timed
-    ]  # fmt: skip
+    rows = []
+    for one in timed:
+        when = "tried" if one.rounds else "not tried" if one.acceptance is None else "tried before"
+        kept = "by its steps alone" if one.acceptance is None else f"{one.acceptance:.0%} of first drafts kept"
+        rows.append((when, f"{one.name}: {one.rounds:,} rounds, {one.speed:.2f} x of plain, {kept}"))
     if no_copies := {"int4", "int8"} - {arm.quantize for arm in engine.policy.arms} - {engine.config.quantize}:
         rows.append(
             (
@@ -108,7 +108,10 @@ def found(engine: Engine) -> Rows:
         rows.append(
             ("left out", ", ".join(one.name for one in others) + ": could not pay here by what may be hoped of them")
         )
-    return [*rows, ("nothing pays", why)] if (why := planner.why_not()) else rows
+    if not (why := planner.why_not()):
+        return rows
+    fewer = "; fewer rows may gain: try --batch-size 1" if len(engine.schedule.slots) > 1 else ""
+    return [*rows, ("nothing pays", why + fewer)]
 
 
 def alone(engine: Engine, stats: EngineStats) -> Rows:
