@@ -20,6 +20,9 @@ TRYING = 0.012  # share of a run that tries may lose
 HORIZON = 200.0  # tokens a row that a run is expected to bring at most: rows may end before they have all they may
 SURPRISE = 1.3  # times what was expected that a round takes, or less by as much
 AT_FIRST = 2  # rounds of a run that are plain, and timed, beside which others are judged
+LEAST = 1e-9  # seconds: a clock may stand still
+FAR = 4.0  # times as slow, or as fast, that a first round may say the machine is
+HICCUP = 2.0  # times what a round was expected to take that it may have lost: the rest is the machine's
 SETTLES = 4  # rounds of another arm, or gamma, which show what it takes; later ones show how fast the machine is
 FOLLOWS = 0.3  # weight of a round in how fast the machine is
 STEADY = 8  # rounds for which what is best is not asked again, unless something was tried: asking takes time
@@ -124,11 +127,11 @@ class DraftPlanner:
 
         def times(n_keys: int) -> list[float]:
             """Of each gamma, beside plain steps before and after two of them: the machine may be slower meanwhile."""
-            found, before = list[float](), measure(0, n_keys)
+            found, before = list[float](), max(LEAST, measure(0, n_keys))
             plain = before if arms is None else self.plain.verify[0](n_keys)
             for at in range(1, len(self.tiers), 2):
                 two = [measure(gamma, n_keys) for gamma in self.tiers[at : at + 2]]
-                after = measure(0, n_keys)
+                after = max(LEAST, measure(0, n_keys))
                 found += [2 * plain * one / (before + after) for one in two]
                 before = after
             return [plain, *found]
@@ -163,7 +166,9 @@ class DraftPlanner:
         drafting(gamma): seconds of drafting a token. beside: those of a plain step now, on many keys.
         """
         planner, verify = self.of[i], self.of[i].verify
-        slower = beside() / self.plain.verify[0](many)  # the machine, than when the target's steps were timed
+        slower = max(LEAST, beside()) / self.plain.verify[0](
+            many
+        )  # the machine, than when the target's steps were timed
         took = {g: drafting(g) / slower for g in {self.tiers[1], max(self.tiers)}}
         planner.calibrate(lambda g, n: (took.get(g, 0.0), 0.0), many, many, None, steps)
         planner.verify = verify
@@ -296,23 +301,23 @@ class DraftPlanner:
             planner.record(gamma, n_keys, drafting / by, verifying / by, accepted)
         else:
             planner._count(gamma, accepted)
-        self._count(gamma, (drafting + verifying) / by + planner.host[tier].seconds, accepted, arm)
+        self._count(gamma, (drafting + verifying) / by, expected, accepted, arm)
 
     def record_whole(
         self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int], *, arm: int = 0
     ) -> None:
         """Record a round of an arm, as GammaPlanner.record_whole does."""
         planner = self.of[arm if gamma else 0]
-        tier, learns, by = planner._tier(gamma), True, 1.0
+        tier, learns, expected = planner._tier(gamma), True, 0.0
         if seconds is not None:
-            who = arm if gamma else 0, gamma
-            learns, by = self._follow(who, seconds, planner.seconds(tier, n_keys), planner.verify[tier])
+            who, expected = (arm if gamma else 0, gamma), planner.seconds(tier, n_keys)
+            learns, by = self._follow(who, seconds, expected, planner.verify[tier])
             seconds /= by
         if learns:
             planner.record_whole(gamma, n_keys, seconds, accepted)
         else:
             planner._count(gamma, accepted)
-        self._count(gamma, seconds or 0.0, accepted, arm)
+        self._count(gamma, seconds or 0.0, expected, accepted, arm)
 
     def _follow(self, who: tuple[int, int], seconds: float, expected: float, verify: StepTimes) -> tuple[bool, float]:
         """Whether a round tells what its steps take, and how slow the machine is beside when they were timed.
@@ -328,6 +333,7 @@ class DraftPlanner:
         self._before = who
         if not who[1] and self._plain_seen < AT_FIRST:  # the first one may be slow for once, as threads awake
             self._plain_seen += 1
+            surprise = min(max(surprise, 1 / FAR), FAR)
             self.slowness *= surprise if self._plain_seen == 1 else min(1.0, surprise)
             return False, self.slowness
         learns = self._same < SETTLES
@@ -344,10 +350,11 @@ class DraftPlanner:
         for planner in self.of:
             planner.host = self.plain.host
 
-    def _count(self, gamma: int, seconds: float, accepted: Sequence[int], arm: int) -> None:
+    def _count(self, gamma: int, took: float, expected: float, accepted: Sequence[int], arm: int) -> None:
         """Count what a round took, what it lost beside the best that is known, and for its view what was accepted."""
-        if not 0 <= seconds < inf:  # no clock's
+        if not 0 <= took < inf:  # no clock's
             return
+        seconds = min(took, HICCUP * expected) + self.plain.host[self.plain._tier(gamma)].seconds
         self.seconds_run += seconds
         view = self.arms[arm].view if gamma and accepted else None
         for planner in (p for i, p in enumerate(self.of) if not view or i != arm):

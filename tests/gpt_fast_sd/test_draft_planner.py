@@ -80,13 +80,13 @@ def drawn(seed: int) -> World:
 
 def simulate(
     at: World, tokens: int, seed: int, noise: float = 0.05, slower: Callable[[float], float] = lambda done: 1.0,
-    then: World | None = None, wanders: float = 0.0, cold: float = 1.0,
+    then: World | None = None, wanders: float = 0.0, stalls: tuple[int, float] = (0, 0.0),
 ) -> tuple[float, DraftPlanner]:  # fmt: skip
     """Tokens per row and second of a run; slower: by the share of it that is done; then: the world of its 2nd half.
 
     wanders: by what share (a standard deviation) the machine slows down and recovers, within some 100 plain steps, also
-    while steps are timed. The seconds of the run are then those of the machine as it is on average. cold: times as long
-    as others that the first round takes.
+    while steps are timed. The seconds of the run are then those of the machine as it is on average. stalls: a
+    round, the first being 1, and for how many plain steps.
     """
     rng, plan = random.Random(seed), DraftPlanner(GAMMA_TIERS, ARMS)
     level = rng.gauss(0, wanders) if wanders else 0.0
@@ -108,6 +108,7 @@ def simulate(
         plan.time_arm(i, lambda g, step=step: best(step), lambda: best(at.verify[0]), MANY)  # type: ignore[misc]
     plan.begin()
     seconds = emitted = 0.0
+    round_ = 0
     while emitted < tokens:
         plan.to_come = tokens - emitted
         gamma = plan.choose(4000)
@@ -119,8 +120,9 @@ def simulate(
                 n += 1
             taken.append(n)
         drafting, verifying = factor * gamma * at.step[name], factor * at.verify[gamma]
-        once = 1.0 if emitted else cold
-        plan.record(gamma, 4000, once * timed(drafting), once * timed(verifying), taken, arm=plan.arm)
+        round_ += 1
+        late = stalls[1] * at.verify[0] if round_ == stalls[0] else 0.0
+        plan.record(gamma, 4000, timed(drafting), timed(verifying) + late, taken, arm=plan.arm)
         seconds += drafting + verifying
         emitted += 1 + mean(taken)
     return emitted / seconds, plan
@@ -158,10 +160,14 @@ def test_a_machine_that_wanders_while_steps_are_timed_and_taken_misleads_nobody(
     assert found[0] >= 0.95 and found[6] >= 0.98  # before steps were judged by those beside them: 0.91 and 0.96
 
 
-@pytest.mark.parametrize("cold", [1.2, 1.5, 4.0])
-def test_a_first_round_that_is_slow_for_once_misleads_nobody(cold: float) -> None:
+@pytest.mark.parametrize("steps", [0.2, 0.5, 3.0, 100.0, -1.0])
+def test_a_round_that_stalls_misleads_nobody_for_long(steps: float) -> None:
     cells = list(enumerate([*recorded(), *map(drawn, range(60))]))
-    assert min(simulate(at, 200, seed, cold=cold)[0] / at.plain for seed, at in cells) >= 0.975
+    for when in (1, 4):  # as threads awake, and as a try is under way
+        assert min(simulate(at, 200, seed, stalls=(when, steps))[0] / at.plain for seed, at in cells) >= 0.95
+    gains = world(4, {g: 1 + 0.02 * g for g in GAMMA_TIERS}, 0.3, 0.9, 0.92, 0.1)
+    for when in range(1, 9):
+        assert simulate(gains, 400, 0, stalls=(when, steps))[0] > 0.85 * gains.best
 
 
 def test_where_not_even_hoped_for_drafts_would_pay_no_arm_is_made() -> None:
