@@ -98,12 +98,9 @@ def found(engine: Engine) -> Rows:
         kept = "by its steps alone" if one.acceptance is None else f"{one.acceptance:.0%} of first drafts kept"
         rows.append((when, f"{one.name}: {one.rounds:,} rounds, {one.speed:.2f} x of plain, {kept}"))
     if no_copies := {"int4", "int8"} - {arm.quantize for arm in engine.policy.arms} - {engine.config.quantize}:
-        rows.append(
-            (
-                "no copies",
-                f"{', '.join(sorted(no_copies))}: not asked for, ranks share the model, or no room here",
-            )
-        )
+        asked, shared = engine.draft.quantize, engine.parallel.tp > 1
+        why = f"{asked} was asked for" if asked else "ranks share the model" if shared else "no room here"
+        rows.append(("no copies", f"{', '.join(sorted(no_copies))}: {why}"))
     if others:
         rows.append(
             ("left out", ", ".join(one.name for one in others) + ": could not pay here by what may be hoped of them")
