@@ -135,7 +135,7 @@ def test_in_recorded_cells_it_is_nearly_the_best_arm_and_never_costs_what_plain_
     found = [(at, simulate(at, tokens, seed, noise)[0]) for seed, at in enumerate(recorded())]
     assert len(found) == 64 and any(at.best > 1.5 * at.plain for at, _ in found)
     assert min(speed / at.plain for at, speed in found) >= 0.985
-    assert median(speed / at.best for at, speed in found) >= 0.955
+    assert median(speed / at.best for at, speed in found) >= 0.96
 
 
 def test_tries_cost_no_more_than_their_share_wherever_nothing_pays_and_what_pays_is_found() -> None:
@@ -185,7 +185,7 @@ def test_a_text_that_begins_to_repeat_is_soon_looked_up() -> None:
     dull, same = (world(4, verify, 0.9, 0.2, 0.2, lookup) for lookup in (0.02, 0.95))
     assert simulate(dull, 300, 0)[0] > 0.95 * dull.best
     for seed in range(6):  # as long as it looks up nothing it gains nothing
-        assert simulate(dull, 3000, seed, then=same)[0] > 1.35 * same.plain
+        assert simulate(dull, 3000, seed, then=same)[0] > 1.45 * same.plain
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 0.0])
