@@ -1,6 +1,6 @@
 """Continue text with a Llama that drafts and verifies: parse, build, generate, print.
 
-    python scripts/generate.py                                   SmolLM2, or the bundled model, continues a document
+    python scripts/generate.py                                   SmolLM2, or the bundled model, continues a text
     python scripts/generate.py --prompt "Once upon a time"       ... your text
     python scripts/generate.py --prompt-file book.txt --draft guided --budget 512 --gamma 4 --compare
     python scripts/generate.py --prompts in.jsonl --output out.jsonl --batch-size 8
@@ -35,6 +35,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,8 +57,7 @@ READ = "prompts", "prompt_file", "document", "draft_model"
 LONG_READ = 50_000_000  # parameters from which on a line says what takes its time
 SHOWN_AT: dict[bool, dict[str, float]] = {  # how texts are drawn where no prompt is given; True: SmolLM2
     False: {"temperature": 0.7},
-    # two of 96 texts fell into a loop or a list, one request being for a letter; of letters and a speech nine of 96
-    True: {"temperature": 1.1, "min_p": 0.03, "top_p": 0.95},
+    True: {"temperature": 0.8, "min_p": 0.03, "top_p": 0.95},
 }
 COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers, in the order a policy names them in
 
@@ -79,7 +79,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     prompts.add_argument("--parse-special", action="store_true", help=PARSE_SPECIAL)
     sampling = parser.add_argument_group("how they are continued")
     beside = "0; more if no prompt is given"
-    add_flags(sampling, SamplingParams, max_tokens={"default": 200}, temperature={"default": None, "unset": beside})
+    add_flags(
+        sampling,
+        SamplingParams,
+        max_tokens={"default": None, "unset": "200; 400 if no prompt is given"},
+        temperature={"default": None, "unset": beside},
+    )
     add_flags(parser.add_argument_group("who drafts"), DraftConfig, policy={"default": "auto"})
     add_engine_flags(
         parser,
@@ -186,8 +191,7 @@ def prepare(args: argparse.Namespace, parallel: Parallel) -> tuple[Engine, list[
         args.model = "bundled" if find_smollm2() is None else "smollm2"
     folder = locate(args.model)
     config = read_config(folder)
-    if (showpiece := is_showpiece(args)) and args.model == "smollm2":
-        write_about_the_logbook(args)
+    showpiece = is_showpiece(args)
     prompts, params = read_requests(args, load_tokenizer(folder, config), config, showpiece)
     check_prompts(prompts, params, config, args.max_seq_len, args.prompts)
     if config.n_params >= LONG_READ:
@@ -202,7 +206,7 @@ def prepare(args: argparse.Namespace, parallel: Parallel) -> tuple[Engine, list[
 
 
 def is_showpiece(args: argparse.Namespace) -> bool:
-    """Whether no prompt was given: then SmolLM2 writes about a logbook, and any other model continues a document."""
+    """Whether no prompt was given: then SmolLM2 continues a boy's copybook, and any other model a long document."""
     if args.prompt is not None or args.prompt_file is not None or args.prompts is not None:
         return False
     if args.document is not None:
@@ -210,21 +214,18 @@ def is_showpiece(args: argparse.Namespace) -> bool:
     return True
 
 
-def write_about_the_logbook(args: argparse.Namespace) -> None:
-    """Eight requests on one long document, which all slots share."""
-    args.document, args.prompts = BUNDLED / "document.txt", BUNDLED / "requests.jsonl"
-
-
 def read_requests(
     args: argparse.Namespace, tokenizer: Tokenizer | None, config: ModelConfig, showpiece: bool | None = None
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     """The prompts as token ids and the parameters of each."""
-    drawn, showpiece = {"seed": args.seed}, is_showpiece(args) if showpiece is None else showpiece
+    showpiece = is_showpiece(args) if showpiece is None else showpiece
+    room = args.max_new_tokens if args.max_new_tokens is not None else 400 if showpiece else 200
+    drawn: dict[str, Any] = {"seed": args.seed, "max_tokens": room}
     if args.temperature is None:
         drawn["temperature"] = 0.0
         if showpiece:  # so small a model repeats itself when greedy
             here = SHOWN_AT[args.model == "smollm2"]
-            drawn = here | {name: given for name in here if (given := getattr(args, name)) is not None}
+            drawn |= here | {name: given for name in here if (given := getattr(args, name)) is not None}
             drawn["seed"] = args.seed or 0
     encoder = Encoder(tokenizer, args.chat, read_document(args.document), args.parse_special)
     common = config_of(SamplingParams, args, **drawn)
@@ -233,10 +234,11 @@ def read_requests(
     if args.prompt is not None:
         named = [("--prompt", args.prompt)]
     else:
-        named = [(str(path), read_text(path)) for path in args.prompt_file or [BUNDLED / "document.txt"]]
+        shown = BUNDLED / ("copybook.txt" if args.model == "smollm2" else "document.txt")
+        named = [(str(path), read_text(path)) for path in args.prompt_file or [shown]]
     prompts = [encoder.text(text, name) for name, text in named]
     if showpiece:  # as much of the document as this model has positions for
-        prompts = [ids[: max(1, config.max_seq_len - args.max_new_tokens)] for ids in prompts]
+        prompts = [ids[: max(1, config.max_seq_len - room)] for ids in prompts]
     return prompts, [common] * len(prompts)
 
 

@@ -14,6 +14,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, loadi
 from gpt_fast_sd.fast.compile import can_compile
 from gpt_fast_sd.loading import TORCH_DTYPES, check_kv_dtype, locate, natural_dtype, plan_for
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, read_config, read_stored_dtype, read_stored_float8
+from gpt_fast_sd.serving.draft_planner import DraftPlanner
 from gpt_fast_sd.tp import Parallel
 from measuring import grid, lossless, machine, plots, points, prompts
 from measuring.chips import Chip, Ranks, chip_of, rates_here
@@ -332,7 +333,9 @@ class BySize(Mode):
         machine.restart_peak(engine.device)
         params, args = self.job.params(point.batch, point.temperature), self.job.args
         turns = take_turns(engine, rows, params, args.pairs, seconds=args.seconds, progress=tell)
-        return points.summarize(point, turns, engine, system, self.job.draft(point))
+        planner = engine.schedule.planner  # which tells of the last run that drafted
+        found = {"found": [vars(one) for one in planner.found()]} if isinstance(planner, DraftPlanner) else {}
+        return points.summarize(point, turns, engine, system, self.job.draft(point)) | found
 
     def done(self, point: Point, found: Record | Exception) -> None:
         """Store and print the figures, or why there are none; they replace older ones."""

@@ -473,21 +473,17 @@ def test_a_document_stands_before_nothing_but_texts(refuses: Says, tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "drawn"),
     [
-        ([], (1.1, 0.03, 0.95)),
-        (["--top-p", "0.5", "--seed", "3"], (1.1, 0.03, 0.5)),
-        (["--temperature", "0.4"], (0.4, None, None)),
-        (["--temperature", "0"], (0.0, None, None)),
+        ([], (0.8, 0.03, 0.95, 400)),
+        (["--top-p", "0.5", "--seed", "3"], (0.8, 0.03, 0.5, 400)),
+        (["--temperature", "0.4", "--max-new-tokens", "7"], (0.4, None, None, 7)),
+        (["--temperature", "0"], (0.0, None, None, 400)),
     ],
 )
-def test_smollm2_writes_about_the_logbook_without_a_prompt(flags: list[str], drawn: tuple[float | None, ...]) -> None:
+def test_smollm2_continues_a_copybook_without_a_prompt(flags: list[str], drawn: tuple[float | None, ...]) -> None:
     args = generate.parse(["--model", "smollm2", *flags])
-    assert generate.is_showpiece(args)
-    generate.write_about_the_logbook(args)
-    prompts, params = generate.read_requests(args, ByteTokenizer(), tiny_config(max_seq_len=40_000), showpiece=True)
-    assert {(p.temperature, p.min_p, p.top_p) for p in params} == {drawn}
-    assert len(prompts) == 8 == len(set(map(tuple, prompts)))
-    shared = next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)
-    assert shared > 20_000  # bytes of the document, which all of them begin with
+    (prompt,), (p,) = generate.read_requests(args, ByteTokenizer(), tiny_config(max_seq_len=40_000))
+    assert (p.temperature, p.min_p, p.top_p, p.max_tokens) == drawn
+    assert bytes(prompt).endswith(b"Date: Monday 25 September 1911\n")  # its wind is the model's to say
 
 
 # ---- the page of a run -----------------------------------------------------------------------------------------------

@@ -1,0 +1,477 @@
+"""Make every CPU result that this project commits, with the engine that is here, on the machine that runs this.
+
+    python scripts/maintain/results.py --text books/*.txt           two hours on two quiet cores; stopped, it goes on
+    python scripts/maintain/results.py --text books/*.txt --llama-bin build/bin      also llama.cpp's speculation
+    python scripts/maintain/results.py --pages                      measure nothing: write the pages anew
+
+Each part is a command that anybody can type (the page shows it) and one JSON file in benchmarks/cpu/SET, which is named
+after the kernels that the CPU has (docs/cpu.md). A set is of one engine: files of another one are refused, --fresh
+forgets them. When all parts are there their page is written, and from the newest whole set README's figures and plot.
+"""
+
+from __future__ import annotations
+
+import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
+
+# isort: split
+import argparse
+import datetime
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))  # where the other programs and their helpers lie
+
+from common import parser_of, refusing, started
+from maintain.hero import hero
+from measuring.chips import rates_here
+from measuring.ledger import write_whole
+from measuring.machine import environment
+from measuring.points import shown_speedup
+from measuring.tables import Column, Table, number, shown
+
+PROGRAM, CPU = "results.py", ROOT / "benchmarks" / "cpu"
+SOURCES = "gpt_fast_sd", "model", "tp"  # what an engine is
+Record = dict[str, Any]
+MODEL = "--model smollm2 --dtype bf16"
+DRAFTERS = "streaming,snapkv,quest,guided,early_exit,hierarchy,lookup"
+ACCEPTED = f"benchmark.py --sweep budget --pairs 0 {MODEL} --batch 4 --context 7500 --budget 64,256,1k --gamma 4 \
+--max-new-tokens 48 --draft {DRAFTERS} --text TEXTS"
+QUALITY = "evaluate.py --model smollm2 --text TEXTS --dtype bf16 --compile --contexts 1024 4096 --lengths 1024 4096 \
+--depths 0 0.5 1 --n 2 --entries 16 --compared 256"
+PEERS = "peers.py --model smollm2 --text TEXT --contexts 512,4000,7500"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of this project, with TEXTS, TEXT and LLAMA for what is not everywhere the same, and its section."""
+
+    name: str
+    command: str
+    section: Callable[[Record], list[str]] | None = None  # its lines; None: it stands in another one
+    goes_on: bool = False  # its file holds what was measured so far
+
+    def argv(self, texts: Sequence[Path], llama: Path | None, out: Path) -> list[str]:
+        """What is run."""
+        values = {"TEXTS": [*map(str, texts)], "TEXT": [str(texts[0])], "LLAMA": [str(llama)]}
+        words = [word for part in self.command.split() for word in values.get(part, [part])]
+        return [sys.executable, str(ROOT / "scripts" / words[0]), *words[1:], "--json", str(out)]
+
+    @property
+    def shown(self) -> str:
+        """The command as the page shows it."""
+        text = self.command.replace("TEXTS", "*.txt").replace("TEXT", "book.txt").replace("LLAMA", "build/bin")
+        return f"    python scripts/{text} --json {self.name}.json"
+
+
+# ---- sections of the page --------------------------------------------------------------------------------------------
+
+
+def ratio(found: Record) -> str:
+    """A median with its ends."""
+    return f"{found['median']:.2f}x ({found['min']:.2f}-{found['max']:.2f})"
+
+
+def where(row: Record) -> str:
+    return f"{row['context']:,} x {row['batch']}"
+
+
+def who(point: Record) -> str:
+    """Who drafted in most rounds of a point, and in how many."""
+    arms, n = [one for one in point.get("found", []) if one["rounds"]], sum(point["rounds_by_gamma"].values())
+    drafted = 1 - point["rounds_by_gamma"].get("0", 0) / n
+    if not arms or drafted < 0.01:
+        return "nobody"
+    best = max(arms, key=lambda one: one["rounds"])
+    return f"{best['name']}, gamma {best['gamma']} ({drafted:.0%})"
+
+
+def of_sweep(found: Record) -> list[str]:
+    """Auto over batch and context, greedy beside sampled."""
+    cells: dict[tuple[int, int], dict[float, Record]] = {}
+    for point in measured(found):
+        cells.setdefault((point["batch"], point["context"]), {})[point["temperature"]] = point
+    temperatures = sorted({point["temperature"] for point in measured(found)})
+    columns = [Column("context x batch", lambda row: where(next(iter(row.values()))))]
+
+    def at(t: float) -> list[Column]:
+        name = "greedy" if t == 0 else f"T {t:g}"
+        return [
+            Column(f"{name}: plain/s", lambda row: f"{row[t]['plain']['tokens_per_second']['steady']:.0f}"),
+            Column("steady", lambda row: ratio(shown_speedup(row[t]))),
+            Column("to the end", lambda row: f"{row[t]['speedup']['completion']['median']:.2f}x"),
+            Column("most drafts by", lambda row: who(row[t])),
+        ]
+
+    columns += [column for t in temperatures for column in at(t)]
+    ratios = [shown_speedup(point)["median"] for point in measured(found)]
+    n_rows, n_equal = equal_rows(found)
+    said = (
+        f"`auto` makes {min(ratios):.2f}x to {max(ratios):.2f}x of plain decoding; {sum(r >= 0.98 for r in ratios)} of "
+        f"{len(ratios)} cells are at 0.98x or more. In brackets: the least and the greatest pair, and the share of "
+        f"rounds that drafted. {n_equal} of {n_rows} greedy rows equal plain decoding, token for token."
+    )
+    return [*Table(*columns).markdown(cells.values()), "", said, "", "![Speed over context](sweep.svg)"]
+
+
+def measured(found: Record) -> list[Record]:
+    return [point for point in found["points"] if point["status"] == "measured"]
+
+
+def equal_rows(found: Record) -> tuple[int, int]:
+    """How many greedy rows there were, and how many equal plain decoding."""
+    greedy = [point for point in measured(found) if point["lossless"]["compared"]]
+    return sum(point["batch"] for point in greedy), sum(point["lossless"]["equal"] for point in greedy)
+
+
+def of_first(found: Record) -> list[str]:
+    """README's first command."""
+    ways = {"plain": found["plain"]["stats"], "speculative": found["stats"]}
+    rows = [{"way": name, **stats} for name, stats in ways.items()]
+    table = Table(
+        Column("", lambda row: row["way"]), number("tokens/s", "decode_tokens_per_second", ".1f"),
+        number("tokens a round", "tokens_per_round", ".2f"), number("accepted", "acceptance_rate", ".0%"),
+        number("prefill, tokens/s", "prefill_tokens_per_second", ".0f"),
+    )  # fmt: skip
+    arms = [one for one in found.get("found", []) if one["rounds"]]
+    said = ", ".join(f"{one['name']} with gamma {one['gamma']} in {one['rounds']} rounds" for one in arms)
+    return [*table.markdown(rows), "", f"Drafts: {said or 'nobody'}."]
+
+
+def of_steps(found: Record) -> list[str]:
+    """Where the time of a step goes."""
+    table = Table(
+        Column("context x batch", where), Column("step", lambda row: f"{row['kind']}, {row['n_tokens']}"),
+        *(number(name, name, ".2f") for name in ("layers", "products", "attention", "between", "least")),
+    )  # fmt: skip
+    read = f"{found['read_gb_per_second']:.1f} GB/s, {found['gflops']:.0f} GFLOP/s"
+    said = f'Milliseconds of all layers; "least" at {read}, the head included.'
+    return [*table.markdown(found["steps"]), "", said]
+
+
+def of_accepted(greedy: Record, sampled: Record) -> list[str]:
+    """Acceptance over the budget, greedy / sampled."""
+    rows: dict[str, dict[int | None, str]] = {}
+    pairs = {(r["policy"], r["budget"]): r for r in sampled["results"]}
+    for r in greedy["results"]:
+        other = pairs[r["policy"], r["budget"]]
+        text = f"{r['acceptance_rate']:.0%} / {other['acceptance_rate']:.0%}"
+        rows.setdefault(r["policy"], {})[r["budget"]] = text
+    budgets = sorted({b for row in rows.values() for b in row if b is not None})
+    columns = [Column("policy", lambda row: f"`{row[0]}`")]
+
+    def within(budget: int) -> Column:
+        return Column(f"{budget:,}", lambda row: row[1].get(budget) or row[1].get(None, ""))
+
+    columns += map(within, budgets)
+    distinct = [d["results"][0]["distinct_4grams"]["plain"] for d in (greedy, sampled)]
+    said = f"Greedy / temperature 0.8; of the plain texts' 4-grams {distinct[0]:.0%} / {distinct[1]:.0%} are distinct."
+    return [*Table(*columns).markdown(rows.items()), "", said]
+
+
+def of_precision(found: Record) -> list[str]:
+    """What is quantized, over its own plain decoding and over that of nothing quantized."""
+    rows = [{**point, **one} for point in measured(found) for one in point["precisions"]]
+    table = Table(
+        Column("context x batch", where), Column("cache/drafts/weights", lambda row: row["precision"]),
+        number("plain/s", "plain.tokens_per_second.steady", ".0f"),
+        number("speculative/s", "speculative.tokens_per_second.steady", ".0f"),
+        Column("of its own plain", lambda row: ratio(row["speedup"]["own"])),
+        Column("of bf16 plain", lambda row: ratio(row["speedup"]["unquantized"])),
+        number("accepted", "acceptance_rate", ".0%"),
+    )  # fmt: skip
+    return table.markdown(rows)
+
+
+def of_proof(found: Record) -> list[str]:
+    """What verify.py found."""
+    table = Table(
+        Column("check", lambda row: row["check"]), Column("", lambda row: "passed" if row["passed"] else "**FAILED**"),
+        Column("found", lambda row: row["text"]),
+    )  # fmt: skip
+    return table.markdown(found["findings"])
+
+
+def of_quality(founds: dict[str, Record]) -> list[str]:
+    """What storing in fewer bits costs, next to the model as it is."""
+
+    def books(row: Record, show: Callable[[Record], str]) -> str:
+        return ", ".join(show(one) for one in row["reference"]["logits"])
+
+    table = Table(
+        Column("quantized", lambda row: row["what"]),
+        Column(
+            "perplexity, times the whole model's",
+            lambda row: books(row, lambda one: f"{one['perplexity'] / one['reference_perplexity']:.3f}"),
+        ),
+        Column("same best token", lambda row: books(row, lambda one: f"{one['same_best']:.1%}")),
+        Column("error of logits", lambda row: books(row, lambda one: f"{one['logit_error']:.1%}")),
+    )
+    return [*table.markdown({"what": what, **found} for what, found in founds.items()), "", "By book."]
+
+
+def of_peers(found: Record) -> list[str]:
+    """Plain decoding next to others, each by its fastest mode."""
+    peers = [*dict.fromkeys(row["peer"] for cell in found["cells"] for row in cell["results"])]
+
+    def best(cell: Record, peer: str, key: str) -> Any:
+        return next((row[key] for row in cell["results"] if row["peer"] == peer and row["counts"]), None)
+
+    def time_of(peer: str) -> Column:
+        def text(cell: Record) -> str:
+            ms = best(cell, peer, "ms_per_step")
+            return f"{ms['median']:.2f} ({ms['min']:.2f})" if ms else "-"
+
+        return Column(peer, text)
+
+    def over_ours(peer: str) -> Column:
+        return Column(f"{peer} / ours", lambda cell: shown(best(cell, peer, "time_over_ours"), ".2f"))
+
+    def prefill_of(peer: str) -> Column:
+        return Column(peer, lambda cell: shown(best(cell, peer, "prefill_tokens_per_second"), ",.0f"))
+
+    columns = [Column("context x batch", where), number("ceiling", "roofline_ms", ".2f")]
+    columns += [*map(time_of, peers), *map(over_ours, peers[1:])]
+    prefill = [number("context", "context", ","), *map(prefill_of, peers)]
+    said = "Milliseconds a step, medians (least), each peer's fastest mode. Prefill of one row, tokens/s:"
+    first = [next(cells) for _, cells in groupby(found["cells"], key=lambda cell: cell["context"])]
+    return [*Table(*columns).markdown(found["cells"]), "", said, "", *Table(*prefill).markdown(first)]
+
+
+def of_speculation(found: Record) -> list[str]:
+    """The best lossless way of each, one row."""
+    table = Table(
+        number("context", "context", ","),
+        Column("", lambda row: f"{row['peer']}{': ' + row['mode'] if row['mode'] else ''}"),
+        Column("tokens/s", lambda row: "{median:.1f} ({min:.1f}-{max:.1f})".format(**row["tokens_per_second"])),
+        number("of its plain", "over_its_plain", ".2f", unit="x"),
+        number("of our plain", "over_our_plain", ".2f", unit="x"),
+        number("accepted", "accepted_share", ".0%"), number("tokens a round", "tokens_per_round", ".2f"),
+    )  # fmt: skip
+    rows = [{"context": cell["context"], **row} for cell in found["cells"] for row in cell["results"]]
+    distinct = ", ".join(f"{cell['results'][0]['distinct_4grams']:.0%}" for cell in found["cells"])
+    return [*table.markdown(rows), "", f"Greedy; distinct 4-grams of our plain text, by context: {distinct}."]
+
+
+PARTS = (
+    Part("first", "generate.py --compare --no-stream", of_first),
+    Part("steps", "steps.py --model smollm2 --batch 1,8 --context 512,6000 --gamma 2", of_steps),
+    Part(
+        "sweep", f"benchmark.py {MODEL} --batch 1,4,8,16 --context 512,2k,4k,7500 --draft auto --gamma auto "
+        "--temperature 0,0.8 --max-new-tokens 128 --pairs 2 --text TEXTS", of_sweep, goes_on=True,
+    ),
+    Part("accepted_greedy", f"{ACCEPTED} --temperature 0", goes_on=True),
+    Part("accepted_sampled", f"{ACCEPTED} --temperature 0.8", goes_on=True),
+    Part(
+        "precision", f"benchmark.py --sweep precision {MODEL} --precisions none,none/int8,none/int4,int8,int8/int4 "
+        "--draft guided --budget 256 --batch 1 --context 512,4k --gamma 3 --max-new-tokens 128 --pairs 3 --text TEXTS",
+        of_precision, goes_on=True,
+    ),
+    Part("proof", "verify.py --model smollm2 --draft guided --budget 64 --exact", of_proof),
+    Part("int8_cache", f"{QUALITY} --kv-dtype int8"),
+    Part("int8_weights", f"{QUALITY} --quantize int8"),
+    Part("int4_weights", f"{QUALITY} --quantize int4"),
+    Part("peers", f"{PEERS} --batches 1,8 --steps 8 --repeats 3 --agree 8", of_peers, goes_on=True),
+    Part("speculation", f"{PEERS} --repeats 3 --llama-bin LLAMA", of_speculation, goes_on=True),
+)  # fmt: skip
+NAMED = {part.name: part for part in PARTS}
+PAGE: dict[str, tuple[str, ...]] = {  # headings, and the parts below each
+    "README's first command": ("first",), "Speed over batch and context": ("sweep",),
+    "Acceptance over the budget": ("accepted_greedy", "accepted_sampled"), "Where a step's time goes": ("steps",),
+    "Fewer bits: speed": ("precision",), "Fewer bits: what they cost": ("int8_cache", "int8_weights", "int4_weights"),
+    "Lossless": ("proof",), "Next to others: plain decoding": ("peers",),
+    "Next to others: speculation, one row": ("speculation",),
+}  # fmt: skip
+
+
+def section(names: Sequence[str], found: dict[str, Record]) -> list[str]:
+    """The lines below a heading."""
+    if names[0] == "accepted_greedy":
+        return of_accepted(*(found[name] for name in names))
+    if names[0] == "int8_cache":
+        return of_quality({name.replace("_", " "): found[name] for name in names})
+    one = NAMED[names[0]].section
+    assert one
+    return one(found[names[0]])
+
+
+def page(folder: Path) -> str:
+    """The page of a set, with a heading for every part that is there."""
+    about = json.loads((folder / "set.json").read_text(encoding="utf-8"))
+    found = {p.name: json.loads(file.read_text("utf-8")) for p in PARTS if (file := folder / f"{p.name}.json").exists()}
+    here = about["environment"]
+    lines = [
+        f"# {here['cpu']}, {here['instructions']}, {here['cores']} cores: {about['date']}", "",
+        f"SmolLM2-135M in bf16, {here['threads']} threads, torch {here['torch'].partition('+')[0]}; the machine read "
+        f"{about['gb_per_second']:.1f} GB/s and computed {about['gflops']:.0f} GFLOP/s in fp32 when this began. "
+        f"Written by `scripts/maintain/results.py`; [what the words mean](../../../docs/measure.md). Prompts are "
+        "stretches of books that no setting was tuned on.",
+    ]  # fmt: skip
+    for heading, names in PAGE.items():
+        if all(name in found for name in names):
+            lines += ["", f"## {heading}", "", *section(names, found), "", *(NAMED[name].shown for name in names)]
+            lines += ["", "Files: " + ", ".join(f"[{name}]({name}.json)" for name in names)]
+    return "\n".join(lines) + "\n"
+
+
+# ---- README ----------------------------------------------------------------------------------------------------------
+
+
+def front(folder: Path, readme: str) -> str:
+    """README with the figures of a set: between its marks, and in the table of policies."""
+    found = {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in NAMED if name != "speculation"}
+    about = json.loads((folder / "set.json").read_text("utf-8"))
+    here, place = about["environment"], folder.relative_to(ROOT).as_posix()
+    plain, ours = (d["decode_tokens_per_second"] for d in (found["first"]["plain"]["stats"], found["first"]["stats"]))
+    ratios = [shown_speedup(point)["median"] for point in measured(found["sweep"])]
+    n_rows, n_equal = equal_rows(found["sweep"])
+    text = (
+        f"On {here['cores']} cores of {here['cpu']} ({here['instructions']}), {about['date']}, the first command below "
+        f"writes **{ours:.0f} tokens/s** where plain decoding writes {plain:.0f}: **{ours / plain:.2f}x**. Over 1 to "
+        f"16 rows of 512 to 7,500 tokens `--draft auto` makes {min(ratios):.2f}x to {max(ratios):.2f}x; "
+        f"**{n_equal} of {n_rows}** greedy rows equal plain decoding, token for token. "
+        f"[All figures]({place}/README.md)."
+    )
+    readme = between(readme, "measured", text)
+    rates = {
+        record["policy"]: [record["acceptance_rate"]]
+        for record in found["accepted_greedy"]["results"] if record["budget"] in (None, 256)
+    }  # fmt: skip
+    for record in found["accepted_sampled"]["results"]:
+        if record["budget"] in (None, 256):
+            rates[record["policy"]].append(record["acceptance_rate"])
+    for policy, (greedy, sampled) in rates.items():
+        row = re.compile(rf"^(\| `{policy}` \|.*\|)[^|]*\|$", re.MULTILINE)
+        readme = row.sub(rf"\g<1> {100 * greedy:.0f} / {100 * sampled:.0f} |", readme)
+    return readme
+
+
+def between(page: str, mark: str, text: str) -> str:
+    """The page with this text between its two marks; ValueError if they are not there."""
+    new, n = re.subn(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", lambda m: f"{m[1]}{text}\n{m[2]}", page, flags=re.S)
+    if n != 1:
+        raise ValueError(f"README.md has no place for its figures, <!-- {mark} --> to <!-- /{mark} -->")
+    return new
+
+
+def write_pages() -> Iterable[Path]:
+    """Write the page and the plot of every set, and README's figures from the newest whole one -> what was written."""
+    whole = []
+    for file in sorted(CPU.glob("*/set.json")):
+        folder = file.parent
+        if (folder / "sweep.json").exists():
+            points = measured(json.loads((folder / "sweep.json").read_text("utf-8")))
+            write_whole(folder / "sweep.svg", hero([point for point in points if point["temperature"] == 0.8]))
+        write_whole(folder / "README.md", page(folder))
+        yield folder / "README.md"
+        if all((folder / f"{name}.json").exists() for name in NAMED if name != "speculation"):
+            whole.append((json.loads(file.read_text("utf-8"))["date"], folder))
+    if whole:
+        folder, readme = max(whole)[1], ROOT / "README.md"
+        write_whole(readme, front(folder, readme.read_text("utf-8")))
+        write_whole(ROOT / "docs" / "hero.svg", (folder / "sweep.svg").read_text("utf-8"))
+        yield readme
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def engine_here() -> str:
+    """A name of the sources that an engine is of: git's, of the commit; ValueError where they were changed since."""
+    git = ["git", "-C", str(ROOT)]
+    if subprocess.run([*git, "status", "--porcelain", "--", *SOURCES], capture_output=True, check=True).stdout:
+        raise ValueError(f"{', '.join(SOURCES)} hold changes that are not committed: results name the engine's commit")
+    trees = [*git, "rev-parse", *(f"HEAD:{source}" for source in SOURCES)]
+    return "-".join(
+        tree[:10] for tree in subprocess.run(trees, capture_output=True, text=True, check=True).stdout.split()
+    )
+
+
+def begin(*, fresh: bool) -> Path:
+    """The folder of this machine's set, begun or gone on with; ValueError if another engine or machine began it."""
+    here, engine = environment(torch.device("cpu")), engine_here()
+    folder = CPU / str(here["instructions"])
+    file = folder / "set.json"
+    if fresh and folder.exists():
+        for old in folder.iterdir():
+            old.unlink()
+    if file.exists():
+        about = json.loads(file.read_text("utf-8"))
+        told = [(what, here[what], about["environment"][what]) for what in ("cpu", "threads", "torch")]
+        for what, mine, theirs in [("engine", engine, about["engine"]), *told]:
+            if mine != theirs:
+                raise ValueError(f"{folder} was begun with {what} {theirs}, and this is {mine}: --fresh forgets it")
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    rates = rates_here(torch.device("cpu"), torch.float32).chip("", 0)
+    about = {
+        "engine": engine, "date": datetime.date.today().isoformat(), "environment": here,
+        "gb_per_second": rates.bandwidth / 1e9, "gflops": rates.peak / 1e9, "seconds": {},
+    }  # fmt: skip
+    write_whole(file, json.dumps(about, indent=1) + "\n")
+    return folder
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Run what is missing -> the number of parts that failed."""
+    folder, failed = begin(fresh=args.fresh), 0
+    for part in PARTS:
+        out = folder / f"{part.name}.json"
+        about = json.loads((folder / "set.json").read_text("utf-8"))
+        if part.name in about["seconds"] or (args.only and part.name not in args.only):
+            continue
+        if "LLAMA" in part.command and args.llama_bin is None:
+            print(f"--- {part.name}: left out, there is no --llama-bin", flush=True)
+            continue
+        if out.exists() and not part.goes_on:
+            out.unlink()  # of a run that was stopped
+        argv = part.argv(args.text, args.llama_bin, out)
+        print(f"--- {part.name}: {shlex.join(argv[1:])}", flush=True)
+        start = time.monotonic()
+        code = subprocess.run(argv, check=False, cwd=ROOT).returncode
+        print(f"--- {part.name}: {time.monotonic() - start:.0f} s, exit code {code}", flush=True)
+        if code:
+            failed += 1
+            continue
+        about["seconds"][part.name] = round(time.monotonic() - start)  # of its last run alone, if it went on
+        write_whole(folder / "set.json", json.dumps(about, indent=1) + "\n")
+    return failed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, then write the pages."""
+    parser = parser_of(PROGRAM, __doc__)
+    add = parser.add_argument
+    add("--text", metavar="FILE", type=Path, nargs="+", help="UTF-8 texts that prompts are taken from")
+    add("--llama-bin", metavar="FOLDER", type=Path, help="of llama.cpp's programs; without it one part is left out")
+    add("--only", metavar="PART", nargs="+", choices=[*NAMED], help=f"among {', '.join(NAMED)} (default: all)")
+    add("--pages", action="store_true", help="measure nothing: write the pages of what is there")
+    add("--fresh", action="store_true", help="forget what this machine's set holds")
+    args = parser.parse_args(argv)
+    failed = 0
+    with refusing(PROGRAM):
+        if not args.pages:
+            if not args.text:
+                raise ValueError("prompts are taken from texts: name them with --text")
+            for path in args.text:
+                path.open("rb").close()
+            args.text = [path.resolve() for path in args.text]
+            failed = measure(args)
+        for path in write_pages():
+            print(f"written: {path.relative_to(ROOT)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    started(main)
