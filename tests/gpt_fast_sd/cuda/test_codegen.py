@@ -111,8 +111,8 @@ def test_a_step_is_few_launches_copies_no_cache_and_may_be_captured(name: str, h
     (launches, ours), (more, written, by_quest) = STEPS[name], CACHES[cache]
     assert step.launches <= launches + more * LAYERS, step
     assert Counter(step.ours) == ours and step.others == []
-    # what it is for: the attention that each key received, of rows that are due, as it is, masked and averaged
-    assert [sizes[0] for sizes in cache_sized(step)] == ["2"] * 3 * (name == "observe")
+    # what it is for: the attention that each key received, of rows that are due, masked and averaged, by each layer
+    assert [sizes[0] for sizes in cache_sized(step)] == ["2"] * 2 * LAYERS * (name == "observe")
     assert step.graphs == 1 and step.no_cudagraph is None
     assert len(step.mutated) == {"observe": 0, "draft quest": by_quest}.get(name, written) * LAYERS
 

@@ -619,7 +619,7 @@ def test_one_core_builds_a_kernel_too(tmp_path: Path) -> None:
     code = f"""if True:
         from pathlib import Path
         from torch._inductor import config
-        from gpt_fast_sd.fast import cpu_build
+        from gpt_fast_sd.fast.cpu import build as cpu_build
         config.cpp_cache_precompile_headers = False  # which takes longer than all else, and this source has none
         assert cpu_build.library(Path({str(source)!r}))().seven() == 7
     """
