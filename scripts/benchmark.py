@@ -52,10 +52,10 @@ from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import load_tokenizer, read_config
 from measuring import grid, modes, plots, prompts
-from measuring.grid import draft_fields, draft_label, has_a_model, known_drafters
+from measuring.grid import draft_fields, has_a_model, known_drafters
 from measuring.ledger import Record, complete, read_document
 from measuring.modes import ByBudget, ByPrecision, BySize, Job, Lossless, Mode, describe
-from measuring.points import lengths_of, ratio_text
+from measuring.points import lengths_of
 
 PROGRAM = "benchmark.py"
 TIMED = {"max_new_tokens": 64, "pairs": 3, "seed": 0, "dtype": "auto", "plots": None}
@@ -128,34 +128,24 @@ def prepare(args: argparse.Namespace) -> Job:
 
 
 def draw_files(args: argparse.Namespace) -> None:
-    """Draw the files of --draw into --plots: a sweep, acceptance over the budget (a panel a file), or ratios."""
+    """Draw the files of --draw into --plots: a sweep, or acceptance over the budget, a panel a file."""
     if not args.plots:
         raise ValueError("--draw needs --plots DIR to draw into")
     plots.check_drawable("--draw")
-    names = ("batch", "frontier", "speculation speed", "speculation auto")
-    documents = [read_document(path, *names) for path in args.draw]
+    documents = [read_document(path, "batch", "frontier") for path in args.draw]
     if len({document["benchmark"] for document in documents}) > 1:
         raise ValueError("--draw draws files of one kind of measurement at a time")
     args.plots.mkdir(parents=True, exist_ok=True)
     first, title = documents[0], describe(documents[0])
-    drawn = [args.plots / "ratios.png"]
     if first["benchmark"] == "batch":
         if len(documents) > 1:
             raise ValueError("--draw draws one sweep at a time")
-        grid.up_to_date(first)
         points = [r for r in first["points"] if r["status"] == "measured"]
         drawn = plots.draw_sweep(points, lengths_of(points), title, args.plots)
-    elif first["benchmark"] == "frontier":
+    else:
         s, drawn = first["settings"], [args.plots / "acceptance.png"]
         title = f"{s['model']}, {s['dtype']}: acceptance of each policy, gamma {s['gamma']}"
         plots.draw_acceptance(documents, f"{title}\n{s['batch_size']} rows of {s['text']}", drawn[0])
-    else:
-        cells: dict[str, dict[str, tuple[float, str]]] = {}
-        for r in (r for document in documents for r in document["results"]):
-            bars = cells.setdefault(f"context {r['context']:,}, batch {r['batch']}", {})
-            bars[draft_label(r)] = r["ratio"]["median"], f" {ratio_text(r['ratio'])}"
-        panels = [[(name, bars, 1.0) for name, bars in cells.items()]]
-        plots.draw_bars(panels, drawn[0], title=title, xlabel=plots.SPEED)
     for path in drawn:
         print(f"drawn: {path}")
 

@@ -45,7 +45,7 @@ from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, read_config
 from maintain.bundled_card import LOOKUPS, PERPLEXITY, card, needle_table, read_training
 from maintain.bundled_data import book_paths
-from measuring import machine, plots, prompts
+from measuring import machine, prompts
 from measuring.needles import DIGITS, Case, lookup, made_up, needle
 from measuring.tables import Column, Table, number
 
@@ -163,31 +163,6 @@ BESIDE = Table(
 )  # fmt: skip
 
 
-def draw_needles(records: Sequence[Record], path: Path) -> None:
-    """A heat map of exact needle answers; the small figure is the share of single digits."""
-    lengths, depths = sorted({r["length"] for r in records}), sorted({r["depth"] for r in records})
-
-    def draw(panel: Any) -> None:
-        exact = np.full((len(depths), len(lengths)), np.nan)
-        for r in records:
-            row, column, ink = depths.index(r["depth"]), lengths.index(r["length"]), "white"
-            exact[row, column], ink = r["exact"], "white" if r["exact"] < 0.6 else "black"
-            middle = {"ha": "center", "va": "center", "color": ink}
-            panel.text(column, row - 0.1, f"{r['exact']:.0%}", **middle)
-            panel.text(column, row + 0.24, f"digits {r['digits']:.0%}", fontsize=7, **middle)
-        image = panel.imshow(exact, vmin=0, vmax=1, cmap="viridis", aspect="auto", zorder=1)  # over the grid
-        panel.set_axisbelow(True)
-        panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        panel.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        panel.figure.colorbar(image, ax=panel, format="{x:.0%}")
-
-    plots.draw_panels(
-        [[draw]], path, title=f"Needles answered exactly, {records[0]['n']} prompts per cell",
-        xlabel="prompt and answer, tokens", ylabel="depth of the fact (0% is the start)",
-        size=(0.8 + 0.95 * len(lengths), 0.8 + 0.6 * len(depths)),
-    )  # fmt: skip
-
-
 def report(result: Record) -> str:
     sections = [
         ("Perplexity on text that it never saw", PERPLEXITY, result["perplexity"]),
@@ -229,7 +204,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compile", action="store_true", help="compile the steps: pays off from about ten minutes on")
     add("--seed", type=int, default=0, help="of needles, look-ups and samples (default: 0)")
     add("--json", metavar="FILE", type=Path, help="write every number")
-    add("--plot", metavar="F.png", type=Path, help="draw needle accuracy by depth and length")
     add("--card", metavar="F.md", type=Path, help="write the bundled model's page; needs --log")
     add("--note", metavar="TEXT", default="", help="a paragraph for the card: where this training left the recipe")
     add("--log", metavar="F.jsonl", type=Path, help="the training run's log.jsonl")
@@ -276,8 +250,7 @@ def probes_of(args: argparse.Namespace, tokenizer: Tokenizer, books: list[Tensor
 def run(args: argparse.Namespace) -> None:
     """Measure, print, write."""
     reads = {"--text": args.text, "--books": args.books, "--log": args.log, "--model": args.model}
-    check_files({"--json": args.json, "--plot": args.plot, "--card": args.card}, reads)
-    plots.check_drawable("--plot", args.plot)
+    check_files({"--json": args.json, "--card": args.card}, reads)
     training = read_training(args.log) if args.log else {}
     paths = book_paths(args.books) if args.books else args.text
     if args.card and not training["books"]:
@@ -334,8 +307,6 @@ def run(args: argparse.Namespace) -> None:
         }  # fmt: skip
     print(report(result))
     texts = {args.json: json.dumps(result, indent=1) + "\n"} if args.json else {}
-    if args.plot and result["needle"]:
-        draw_needles(result["needle"], args.plot)
     if args.card:
         texts[args.card] = card(result, training, args.note)
     save(texts, PROGRAM)

@@ -1,6 +1,6 @@
 """Measure acceptance where the continuation has to be copied from far back, beside prose of the same length.
 
-    python scripts/needles.py --text books/*.txt --json needles.json --plot needles.png
+    python scripts/needles.py --text books/*.txt --json needles.json
 
 needle    prose with one fact far back, asked for at the end
 lookup    a register of facts, one of which is asked for
@@ -30,10 +30,10 @@ from flags import add_engine_flags, add_flags, config_of, drafters, join, names_
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import read_config
-from measuring import grid, machine, plots, prompts
+from measuring import grid, machine, prompts
 from measuring.grid import Setting, has_a_model, known_drafters
 from measuring.ledger import Ledger, digest, fingerprint
-from measuring.needles import KINDS, Case, Cases, draw, measure_cell, print_summary, summarize
+from measuring.needles import KINDS, Case, Cases, measure_cell, print_summary, summarize
 
 PROGRAM = "needles.py"
 Cells = dict[tuple[str, int], list[Case]]  # of a kind and length
@@ -50,7 +50,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compile", action="store_true", help="compile the steps: pays off from some thousands of prompts on")
     add("--json", metavar="FILE", type=Path, help="keep every result here; go on from what it holds")
     add("--fresh", action="store_true", help="forget what --json holds")
-    add("--plot", metavar="FILE.png", type=Path, help="draw acceptance over the budget")
     add_flags(
         parser.add_argument_group("who drafts"), DraftConfig,
         policy={
@@ -68,8 +67,7 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Cells, dict[Setting, Draf
     """Check all before the work -> what decodes, what, with which drafts, why some are skipped, the file of results."""
     if args.fresh and not args.json:
         raise ValueError("--fresh forgets what --json holds, and there is no --json")
-    check_files({"--json": args.json, "--plot": args.plot}, {"--text": args.text, "--model": args.model})
-    plots.check_drawable("--plot", args.plot)
+    check_files({"--json": args.json}, {"--text": args.text, "--model": args.model})
     common = grid.draft_fields(vars(args))
     settings, skipped = grid.buildable(grid.settings_of(args.draft, args.budget), [args.gamma], common)
     drafts, longest = {setting: setting.draft(args.gamma, common) for setting in settings}, max(args.lengths)
@@ -96,7 +94,7 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Cells, dict[Setting, Draf
     }  # fmt: skip
     common_settings |= grid.in_common(vars(args))
     here, what = machine.environment(engine.device), "speculation needles"
-    ledger = Ledger(args.json, what, common_settings, here, fresh=args.fresh, adapt=grid.up_to_date)
+    ledger = Ledger(args.json, what, common_settings, here, fresh=args.fresh)
     return engine, cells, drafts, skipped, ledger
 
 
@@ -124,8 +122,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     summary = summarize([r for r in ledger.records if (r["kind"], r["length"]) in cells])
     ledger.write(summary=summary, skipped=skipped)
     print_summary(summary)
-    if args.plot:
-        draw(summary, what, args.plot)
 
 
 if __name__ == "__main__":

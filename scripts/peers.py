@@ -1,7 +1,7 @@
 """Time plain decoding of one model in this engine, transformers and llama.cpp: same weights, prompt, dtype and threads.
 
     python scripts/peers.py                                   # the bundled model, everything that is installed
-    python scripts/peers.py --model FOLDER --contexts 512,8192 --batches 1,8 --json peers.json --plot peers.png
+    python scripts/peers.py --model FOLDER --contexts 512,8192 --batches 1,8 --json peers.json
     python scripts/peers.py --model smollm2 --contexts 512,2000 --json peers.json   # or FILE.gguf
     python scripts/peers.py --model smollm2 --contexts 512,4000 --llama-bin FOLDER --json speculation.json
 
@@ -52,12 +52,12 @@ from files import check_files, path_of
 from flags import MODELS, count, given_beside, names_of, positive, sizes, threads
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import ModelConfig, gguf_parts, load_model, read_config, save_hugging_face
-from measuring import peer_turns, plots
+from measuring import peer_turns
 from measuring.gguf_export import export_gguf
 from measuring.ledger import Ledger
 from measuring.machine import environment
 from measuring.peer_speculation import LLAMA_WEIGHTS, SMALLER, TURNS, Contest, find_program
-from measuring.peer_turns import CELL, WARMUP_STEPS, cell_report, plot, prompt_tokens, read_bandwidth, weight_bytes
+from measuring.peer_turns import CELL, WARMUP_STEPS, cell_report, prompt_tokens, read_bandwidth, weight_bytes
 from measuring.peers import AS_IT_COMES, Setup, one_line
 
 PROGRAM = "peers.py"
@@ -84,17 +84,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--agree", type=count, default=16, help="greedy tokens compared with fp32 (default: 16; 0: none)")
     add("--json", metavar="FILE", help="keep one JSON document here, go on from it; - prints it as the last line")
     add("--fresh", action="store_true", help="forget what --json holds")
-    add("--plot", type=Path, metavar="FILE", help="write a bar plot (PNG)")
     args = parser.parse_args(argv)
-    unread = {"new_tokens"} if args.llama_bin is None else {"batches", "peers", "steps", "agree", "plot"}
+    unread = {"new_tokens"} if args.llama_bin is None else {"batches", "peers", "steps", "agree"}
     if idle := given_beside(parser, args, *(set(vars(args)) - unread)):
         parser.error(f"{idle[0]} does nothing {'without' if args.llama_bin is None else 'with'} --llama-bin")
     return args
-
-
-def up_to_date(document: dict[str, Any]) -> None:
-    then = {"agree": 16, "without": []} if document["benchmark"] == "peers" else {}
-    document["settings"] = {**then, **document["settings"]}
 
 
 def in_16_bits(source: Path, ggufs: Path) -> Path:
@@ -113,7 +107,7 @@ def opened(args: argparse.Namespace, what: str, source: Path, config: ModelConfi
     }  # fmt: skip
     torch.set_num_threads(args.threads)
     here = environment(torch.device("cpu"), "torch", "transformers", "llama-cpp-python", "gguf")
-    return Ledger(path_of(args.json), what, settings, here, fresh=args.fresh, results="cells", adapt=up_to_date)
+    return Ledger(path_of(args.json), what, settings, here, fresh=args.fresh, results="cells")
 
 
 def speculation(args: argparse.Namespace, source: Path, config: ModelConfig, ggufs: Path) -> dict[str, Any]:
@@ -175,7 +169,6 @@ def benchmark(args: argparse.Namespace, source: Path, config: ModelConfig, ggufs
     in_file = sum(part.stat().st_size for part in gguf_parts(source)) if is_file else 0
     if is_file:
         print(f"the file has {in_file / 1e6:.1f} MB, dequantized to bf16 {weights / 1e6:.1f}")
-    print(f"{'context':>9}{'batch':>7}{'weights MB':>12}{'KV MB':>9}{'roofline ms':>13}")
     needs = {}
     for context in args.contexts:
         for batch in args.batches:
@@ -185,8 +178,6 @@ def benchmark(args: argparse.Namespace, source: Path, config: ModelConfig, ggufs
                 "roofline_ms": (weights + kv) / bandwidth / 1e6,
                 **({"file_roofline_ms": (in_file + kv) / bandwidth / 1e6} if is_file else {}),
             }  # fmt: skip
-            roofline = needs[context, batch]["roofline_ms"]
-            print(f"{context:>9}{batch:>7}{weights / 1e6:>12.1f}{kv / 1e6:>9.1f}{roofline:>13.2f}")
 
     todo = [cell for cell in needs if not ledger.find(dict(zip(("context", "batch"), cell, strict=True)))]
     if len(todo) < len(needs):
@@ -247,14 +238,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with refusing(PROGRAM):
         if args.fresh and not path_of(args.json):
             raise ValueError("--fresh forgets what the file of --json holds, and there is none")
-        check_files({"--json": path_of(args.json), "--plot": args.plot}, {"--text": args.text, "--model": args.model})
-        plots.check_drawable("--plot", args.plot)
+        check_files({"--json": path_of(args.json)}, {"--text": args.text, "--model": args.model})
         source, run = locate(args.model), speculation if args.llama_bin else benchmark
         with tempfile.TemporaryDirectory() as ggufs:
             report = run(args, source, read_config(source), Path(ggufs))
-        if args.plot:
-            cpu, rate = report["environment"]["cpu"], report["read_gb_per_second"]["best"]
-            plot(report["cells"], f"Plain decoding: {cpu}, threads {args.threads}, {rate:.0f} GB/s", args.plot)
     if args.json == "-":
         print(json.dumps(report))
     whose = "llama.cpp" if args.llama_bin else ""

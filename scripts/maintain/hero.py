@@ -1,6 +1,4 @@
-"""Draw README's plot out of a sweep of benchmark.py: speed-up over context, a line for each batch, as an SVG.
-
-    python scripts/maintain/hero.py benchmarks/cpu/smollm2/sweep.json docs/hero.svg --draft streaming --temperature 0.8
+"""README's plot, of a sweep of benchmark.py: speed-up over context, a line for each batch, as an SVG; see results.py.
 
 The lines are the medians of the pairs, their whiskers the least and the greatest. Colours follow a light or dark page.
 """
@@ -8,17 +6,10 @@ The lines are the medians of the pairs, their whiskers the least and the greates
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the other programs and their helpers lie
-
-from common import parser_of, refusing, started
-from files import check_files, save
-from measuring.grid import draft_label, up_to_date
-from measuring.ledger import complete, read_document
+from measuring.grid import draft_label
 from measuring.points import shown_speedup
 
 WIDTH, HEIGHT = 520, 330  # of a panel
@@ -29,7 +20,6 @@ COLORS = (  # light and dark page; the last one for the greatest batch
     ("#6e7781", "#b35588", "#0a7ea4", "#8c6d1f", "#1f77b4", "#8250df", "#1a7f37", "#bc4c00"),
     ("#9ea7b3", "#e08bb8", "#4fb8d8", "#c9a94f", "#6cb6ff", "#b083f0", "#57ab5a", "#f69d50"),
 )
-MOST = len(COLORS[0])  # batches that can be told apart
 Record = dict[str, Any]
 
 
@@ -114,41 +104,3 @@ def palette(colors: Sequence[str], n: int) -> str:
     return "".join(
         f".c{i} polyline,.c{i} .whisker{{stroke:{color}}}.c{i} circle,.l{i}{{fill:{color}}}" for i, color in named
     )
-
-
-def points_of(path: Path, draft: str, temperature: float) -> list[Record]:
-    """The measured points of one draft and temperature of a sweep; ValueError or OSError in one sentence."""
-    document, what = read_document(path, "batch"), f"{draft} at temperature {temperature:g}"
-    try:
-        up_to_date(document)
-        measured = [point for point in document["points"] if point["status"] == "measured"]
-        found = [point for point in measured if (point["policy"], point["temperature"]) == (draft, temperature)]
-        drafts = [*dict.fromkeys(map(draft_label, found))]
-        n_contexts, n_batches = (len({point[name] for point in found}) for name in ("context", "batch"))
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no sweep of benchmark.py: {error!r}") from None
-    if n_contexts < 2:
-        raise ValueError(f"{path} has fewer than two contexts of {what}")
-    if len(drafts) > 1:
-        raise ValueError(f"{path} has several drafts of {draft}, and one can be drawn: {'; '.join(drafts)}")
-    if n_batches > MOST:
-        raise ValueError(f"{path} has {n_batches} batches of {what}, and at most {MOST} can be told apart")
-    return found
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Read, choose, draw."""
-    parser = parser_of("hero.py", __doc__)
-    parser.add_argument("sweep", metavar="SWEEP.json", type=Path, help="written by benchmark.py --json")
-    parser.add_argument("svg", metavar="FILE.svg", type=Path, help="the picture")
-    parser.add_argument("--draft", metavar="POLICY", default="streaming", help="(default: streaming)")
-    parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="(default: 0, greedy)")
-    args = parser.parse_args(argv)
-    with refusing("hero.py"), complete(args.sweep):
-        check_files({"the picture": args.svg}, {"the sweep": args.sweep})
-        drawn = hero(points_of(args.sweep, args.draft, args.temperature))
-    save({args.svg: drawn}, "hero.py")
-
-
-if __name__ == "__main__":
-    started(main)

@@ -25,7 +25,7 @@ from gpt_fast_sd.quantization.table import precision, require_copy, require_size
 from gpt_fast_sd.tp import local_config
 from measuring import roofline
 from measuring.chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
-from measuring.grid import Setting, draft_fields, up_to_date
+from measuring.grid import Setting, draft_fields
 from measuring.ledger import Record, complete, read_document
 from measuring.replay import PROFILES
 from measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, Efficiency, Forecast, Refresh, step_seconds
@@ -359,7 +359,6 @@ def compare(path: Path) -> list[Record]:
     """The measurements of a sweep next to the prediction from that machine's own rates, at the same acceptance."""
     document = read_document(path, "batch")
     with complete(path):
-        up_to_date(document)
         measured = [point for point in document.get("points", ()) if point.get("status") == "measured"]
         found = [_beside(document["settings"], point) for point in measured]
     if not found:

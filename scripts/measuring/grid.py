@@ -82,7 +82,7 @@ def name_of(field: Field[Any]) -> str:
     return str(field.metadata.get("flag") or field.name)
 
 
-COMMON: Record = {  # fields that all points of a file share, with their values for a file that does not name them
+COMMON: Record = {  # fields that all points of a file share, and their defaults
     name_of(f): f.default
     for config, names in (
         (EngineConfig, ("exact", "quantize", "kv_dtype", "cuda_graphs", "max_autotune")),
@@ -109,17 +109,6 @@ def timed_on(environment: Record, device: str, tp: int) -> Record:
     """The properties of a machine that all times in one file must share. device: "cuda" or "cpu"."""
     where = {name: environment.get(name) for name in ("cpu", "device", "torch")}
     return {"machine": where, "device": device, "tp": tp, "threads": environment.get("threads")}
-
-
-def up_to_date(document: Record) -> None:
-    """Add the settings that a file of an earlier version did not name."""
-    then = COMMON
-    if document.get("benchmark") in ("batch", "frontier"):  # their files named the machine, but not as a setting
-        here = document.get("environment", {})
-        then = then | timed_on(here, "cpu" if here.get("device", "cpu") == "cpu" else "cuda", 1) | {"seconds": 0.0}
-    document["settings"] = {**then, **document["settings"]}
-    for record in document.get("points", ()):
-        record.setdefault("temperature", document["settings"].get("temperature", 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,9 @@ class Ledger:
 
     def __init__(
         self, path: Path | None, benchmark: str, settings: Record, machine: Record, *, fresh: bool = False,
-        results: str = "results", adapt: Callable[[Record], object] = lambda document: None,
+        results: str = "results",
     ) -> None:  # fmt: skip
-        """results: the document's name for its list of them. adapt: brings a file of an earlier version up to date.
+        """results: the document's name for its list of them.
 
         path None: nothing is read or written.
 
@@ -90,7 +90,6 @@ class Ledger:
         if not _is_document(old, benchmark):
             raise ValueError(f"{path} exists and holds no results of this benchmark: {advice}")
         old = {"settings": {}, results: [], **old}
-        adapt(old)
         for name, value in self.document["settings"].items():
             before = old["settings"].get(name)
             if before != value:

@@ -71,7 +71,7 @@ class Job:
     def ledger(self, benchmark: str, settings: Record, results: str = "results") -> Ledger:
         path = self.args.json if self.parallel.is_main else None
         here = machine.environment(self.parallel.device)
-        return Ledger(path, benchmark, settings, here, fresh=self.args.fresh, results=results, adapt=grid.up_to_date)
+        return Ledger(path, benchmark, settings, here, fresh=self.args.fresh, results=results)
 
     @property
     def dtype_name(self) -> str:

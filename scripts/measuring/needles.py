@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -17,14 +16,12 @@ from torch import Tensor
 
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.model import Tokenizer
-from measuring import plots
 from measuring.tables import Column, Table, shown
 
 KINDS = ("needle", "lookup", "copy", "prose")
 COPIED = 20  # tokens of a passage read again, or of prose, that are generated
 DEPTHS = (0.05, 0.4)  # of the facts that are asked for: far from both ends
 RESAMPLES = 2000  # of a bootstrap interval
-ENOUGH = 10  # prompts answered right, for a picture of them alone
 Record = dict[str, Any]
 DIGITS = 5  # of an answer
 
@@ -282,20 +279,3 @@ def print_summary(summary: Sequence[Record]) -> None:
         print(f"\n{kind}, {rows[0]['n']} prompts{which}")
         rows.sort(key=lambda r: (r["budget"] or 0, r["policy"] != "streaming"))
         print(*SUMMARY.lines(rows), sep="\n")
-
-
-def draw(summary: Sequence[Record], title: str, path: Path) -> None:
-    """One panel a kind: acceptance over the budget with its interval, on prompts answered right if these are enough."""
-    policies, panels = [*dict.fromkeys(r["policy"] for r in summary)], []
-
-    def acceptance(r: Record) -> Record:
-        return {"median": r["acceptance_rate"], **dict(zip(("min", "max"), r["acceptance_interval"], strict=True))}
-
-    for kind in dict.fromkeys(r["kind"] for r in summary):
-        enough = any(r["kind"] == kind and r["prompts"] == "right" and r["n"] >= ENOUGH for r in summary)
-        rows = [r for r in summary if (r["kind"], r["prompts"]) == (kind, "right" if enough else "all")]
-        name = f"{kind}, {rows[0]['n']} prompts{' answered right' if enough else ''}"
-        panels.append(plots.over_budget(name, rows, acceptance, policies, percent=True))
-    plots.draw_panels(
-        [panels], path, title=title, ylabel="accepted drafts, 95 % interval", share="y", size=(3.4, 3.4), legend=True
-    )

@@ -36,7 +36,7 @@ DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whate
 HEATS = 2  # runs of each mode, the faster of which decides whether it takes turns
 GAMMAS = range(1, 7)
 LLAMA_WEIGHTS = "F16"  # of the target: on a CPU llama.cpp's BF16 is no faster, see benchmarks/cpu/peers.md
-LLAMA_DRAFTS = (2, 4, 8)
+LLAMA_DRAFTS, LOOKED_UP = (2, 4, 8), (3, 10)
 SMALLER = "Q4_0"  # a draft of the layout that llama.cpp has its fastest products of four bits for
 LLAMA_LOOKUPS = {  # n-gram simple drafts nothing if fewer than N tokens follow the match, so M is at least N
     "n-gram cache": ("ngram-cache",),
@@ -77,6 +77,11 @@ def entries() -> list[Entry]:
         *llama("", {"": ("none",)}),
         *llama(", draft model", draft),
         *llama(", lookup", LLAMA_LOOKUPS),
+        Entry(peer="transformers", mode="", dtype="bf16", attention="sdpa"),
+        *(
+            Entry(peer="transformers, lookup", mode=f"{n} drafts", dtype="bf16", attention="sdpa", lookup=n)
+            for n in LOOKED_UP
+        ),
     ]
 
 
@@ -259,7 +264,7 @@ def heat_row(entry: Entry, run: Decoded) -> dict[str, Any]:
 
 
 def rows_of(runs: dict[Entry, list[Decoded]]) -> list[dict[str, Any]]:
-    plain = {entry.peer: found for entry, found in runs.items() if entry.peer in ("ours", "llama.cpp")}
+    plain = {entry.peer: found for entry, found in runs.items() if "," not in entry.peer}
     rows = []
     for entry, found in runs.items():
         own, first = plain.get(entry.peer.split(",")[0]), found[0].tokens

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gpt_fast_sd.model import ModelConfig
-from measuring import plots, prompts
+from measuring import prompts
 from measuring.chips import measure
 from measuring.lossless import n_agreeing
 from measuring.peers import AS_IT_COMES, Entry, Field, PeerFailed, PeerMissing, Setup, Worker, entries
@@ -27,6 +27,7 @@ INSTALL = {
     "ours": "pip install -e .",
     "transformers": "pip install transformers",
     "transformers-compiled": "pip install transformers (and a C++ compiler for torch.compile)",
+    "gpt-fast": "git clone https://github.com/pytorch-labs/gpt-fast, name its folder by GPT_FAST, pip install tiktoken",
     "llama.cpp": 'CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python gguf',
 }
 INSTALL["llama.cpp-file"] = INSTALL["llama.cpp"]
@@ -224,19 +225,3 @@ CELL = Table(
     number("prefill/s", "prefill_tokens_per_second", ",.0f"),
     Column("same tokens as fp32", lambda r: agreement_phrase(r["greedy"]), left=True),
 )  # fmt: skip
-
-
-def plot(cells: list[dict[str, Any]], title: str, file: Path) -> None:
-    rows: dict[int, list[Any]] = {}
-    for cell in cells:
-        bars = {
-            row["peer"]: (ms := row["ms_per_step"]["median"], f" {ms:.2f} ms, {row['percent_of_roofline']:.0f} %")
-            for row in cell["results"]
-            if row["counts"]
-        }
-        name = f"context {cell['context']}, batch {cell['batch']}"
-        rows.setdefault(cell["batch"], []).append((name, bars, cell["roofline_ms"]))
-    plots.draw_bars(
-        [*rows.values()], file, title=title, first="ours",
-        xlabel="ms per step; dashed line and percentage: reading weights and KV once",
-    )  # fmt: skip

@@ -24,6 +24,7 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import ModelConfig
 from measuring.machine import version
+from measuring.peer_gpt_fast import GptFast
 
 PREFILL_CHUNK = 512
 DEBUG = 1  # ggml's number of that level: with many layers it logs more than is kept
@@ -95,22 +96,22 @@ class Ours:
 class Transformers:
     """Hugging Face transformers: a growing cache run eagerly, or a static cache under torch.compile."""
 
-    def __init__(self, folder: Path, dtype: str, attention: str, *, compiled: bool) -> None:
+    def __init__(self, folder: Path, dtype: str, attention: str, *, compiled: bool, lookup: int = 0) -> None:
         from transformers import AutoModelForCausalLM
 
         how = {"dtype": TORCH_DTYPES[dtype], "attn_implementation": attention}
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, **how)
-        self.compiled = compiled
+        self.compiled, self.lookup = compiled, lookup
         self.cache: Any = None
         self.notes = f"version {version('transformers')}"
 
     def reserve(self, batch: int, capacity: int) -> None:
         """Forget the old cache and, when compiled, the old graphs: shapes are static."""
         self.batch, self.capacity, self.cache = batch, capacity, None
-        self.decode: Callable[..., Any] = self.model
+        self.forward: Callable[..., Any] = self.model
         if self.compiled:
             torch.compiler.reset()
-            self.decode = torch.compile(self.model, dynamic=False, fullgraph=True)
+            self.forward = torch.compile(self.model, dynamic=False, fullgraph=True)
 
     @torch.no_grad()
     def prefill(self, tokens: list[int]) -> list[int]:
@@ -132,11 +133,32 @@ class Transformers:
 
     @torch.no_grad()
     def step(self) -> list[int]:
-        return self._choose(self.decode(self.tokens, past_key_values=self.cache, use_cache=True).logits)
+        return self._choose(self.forward(self.tokens, past_key_values=self.cache, use_cache=True).logits)
 
     def top2_gap(self) -> float:
         best, second = self.logits[0].topk(2).values.tolist()
         return float(best - second)
+
+    @torch.no_grad()
+    def decode(self, tokens: list[int], n: int) -> Decoded:
+        """n greedy tokens by its own generate, after a prompt [S] whose keys are there; rounds are its passes."""
+        self.prefill(tokens[:-1])
+        passes, prepare = [0], type(self.model).prepare_inputs_for_generation
+
+        def prepared(ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any) -> Any:
+            passes[0] += 1  # by lookup its first pass takes the whole prompt again, whatever the cache holds
+            n_new = next_sequence_length or ids.shape[1] - self.cache.get_seq_length()
+            return prepare(self.model, ids, next_sequence_length=n_new, **kwargs)
+
+        self.model.prepare_inputs_for_generation = prepared
+        how = {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
+        started, prompt = time.perf_counter(), torch.tensor([tokens])
+        found = self.model.generate(
+            prompt, past_key_values=self.cache, do_sample=False, min_new_tokens=n, max_new_tokens=n, **how
+        )
+        seconds, rounds = time.perf_counter() - started, passes[0]
+        new = cast(list[int], found[0, len(tokens) :].tolist())
+        return Decoded(tokens=new, seconds=seconds, rounds=rounds, drafted=self.lookup * rounds, accepted=n - rounds)
 
     def _choose(self, logits: Tensor) -> list[int]:
         self.logits = logits[:, -1].float()
@@ -255,6 +277,7 @@ class Entry:
     flash: bool = False
     repacked: bool = True  # llama.cpp's default; with AMX its Q4_1 ended the process (0.3.36)
     draft: DraftConfig | None = None  # ours
+    lookup: int = 0  # drafts of transformers' prompt lookup
     server: tuple[str, ...] = ()  # flags of llama.cpp's server that say who drafts
 
     @property
@@ -264,7 +287,7 @@ class Entry:
 
 def entries(peer: str, dtype: str) -> list[Entry]:
     """Every mode in which a peer may compete."""
-    if peer == "ours":
+    if peer in ("ours", "gpt-fast"):
         return [Entry(peer=peer, mode="", dtype=dtype)]
     if peer == "llama.cpp-file":
         return [
@@ -297,7 +320,10 @@ def build(entry: Entry, setup: Setup) -> Any:
     if entry.peer.startswith("llama.cpp"):
         gguf = setup.ggufs / f"{entry.weights}.gguf"
         return LlamaCpp(gguf, setup.config, entry.kv, setup.threads, flash=entry.flash, repacked=entry.repacked)
-    return Transformers(setup.folder, entry.dtype, entry.attention, compiled=entry.peer == "transformers-compiled")
+    if entry.peer == "gpt-fast":
+        return GptFast(setup.folder, TORCH_DTYPES[entry.dtype], setup.config, PREFILL_CHUNK)
+    compiled = entry.peer == "transformers-compiled"
+    return Transformers(setup.folder, entry.dtype, entry.attention, compiled=compiled, lookup=entry.lookup)
 
 
 def timed_steps(peer: Any, untimed: int, timed: int) -> tuple[list[list[int]], list[float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -211,40 +211,24 @@ def draw_acceptance(documents: Sequence[Record], title: str, path: Path) -> None
     draw_panels([*rows.values()], path, title=title, legend=True)
 
 
-def draw_bars(
-    cells: Sequence[Sequence[tuple[str, Mapping[str, tuple[float, str]], float]]], path: Path, *, title: str,
-    xlabel: str, first: str = "",
-) -> None:  # fmt: skip
-    """A grid of panels: (name, label -> (length, text), a dashed line's place); first: a label of its own colour."""
-    labels = [*dict.fromkeys(label for row in cells for _, bars, _ in row for label in bars)]
-
-    def draw(panel: Any, cell: tuple[str, Mapping[str, tuple[float, str]], float]) -> None:
-        name, bars, line = cell
-        for i, label in enumerate(labels):
-            length, text = bars.get(label, (0.0, " no result"))
-            panel.barh(i, length, height=0.7, color=color(3) if label == first else color(1))
-            panel.text(length, i, text, va="center", fontsize=8, bbox={"color": "white", "pad": 0})
-        panel.axvline(line, color="black", linestyle="--", linewidth=1)  # texts are drawn over lines
-        panel.set_xlim(0, 1.5 * max(line, *(length for length, _ in bars.values()), 0.0))
-        panel.set_title(name, fontsize=10)
-        panel.set_yticks(range(len(labels)), labels)
-        panel.set_ylim(len(labels) - 0.5, -0.5)
-
-    draw_panels(
-        [[partial(draw, cell=cell) for cell in row] for row in cells], path, title=title, xlabel=xlabel, share="y",
-        size=(4.2, 0.7 + 0.4 * len(labels)),
-    )  # fmt: skip
-
-
 def draw_precisions(points: Sequence[Record], title: str, path: Path) -> list[Path]:
     """Speeds at each precision, plain and with drafts, over plain decoding with nothing quantized; a panel a point."""
-    cells = []
-    for r in points:
-        speeds: dict[str, Record] = {}
-        for one in r["precisions"]:
-            speeds[f"{one['target']}, plain"] = one["plain_over_unquantized"]
-            speeds[f"{one['precision']}, drafts"] = one["speedup"]["unquantized"]
-        bars = {label: (found["median"], f" {found['median']:.2f}x") for label, found in speeds.items()}
-        cells.append([(f"{r['batch']} x {r['context']:,}, {draft_label(r)}", bars, 1.0)])
-    draw_bars(cells, path, title=title, xlabel="speed, times plain decoding with nothing quantized")
+
+    def draw(panel: Any, point: Record) -> None:
+        speeds: dict[str, float] = {}
+        for one in point["precisions"]:
+            speeds[f"{one['target']}, plain"] = one["plain_over_unquantized"]["median"]
+            speeds[f"{one['precision']}, drafts"] = one["speedup"]["unquantized"]["median"]
+        for i, speed in enumerate(speeds.values()):
+            panel.barh(i, speed, height=0.7, color=color(1))
+            panel.text(speed, i, f" {speed:.2f}x", va="center", fontsize=8, bbox={"color": "white", "pad": 0})
+        panel.axvline(1.0, color="black", linestyle="--", linewidth=1)  # texts are drawn over lines
+        panel.set_xlim(0, 1.5 * max(1.0, *speeds.values()))
+        panel.set_title(f"{point['batch']} x {point['context']:,}, {draft_label(point)}", fontsize=10)
+        panel.set_yticks(range(len(speeds)), [*speeds])
+        panel.set_ylim(len(speeds) - 0.5, -0.5)
+
+    size = 4.2, 0.7 + 0.8 * max(len(point["precisions"]) for point in points)
+    label = "speed, times plain decoding with nothing quantized"
+    draw_panels([[partial(draw, point=point)] for point in points], path, title=title, xlabel=label, size=size)
     return [path]

@@ -137,12 +137,6 @@ def round_text(ms: Record) -> str:
     return " = ".join([f"{ms['round']:.2f}", *parts])
 
 
-def distinct_text(record: Record) -> str:
-    """The share of distinct 4-grams of both ways; older files have none."""
-    found = record.get("distinct_4grams", dict.fromkeys(WAYS))
-    return ", ".join(shown(found[way], ".0%") for way in WAYS)
-
-
 def ends_text(found: Record) -> str:
     return f"({found['min']:.2f} to {found['max']:.2f})"
 
@@ -156,7 +150,7 @@ PLAIN = Column("plain/s", lambda r: shown(speed_of(r["plain"]), ",.0f"))
 SPECULATIVE = Column("spec./s", lambda r: shown(speed_of(r["speculative"]), ",.0f"))
 ACCEPTED, YIELD = number("accept", "acceptance_rate", ".1%"), number("tok/round", "speculative.tokens_per_round", ".2f")
 PARTS = Column("round ms = draft + verify + host", lambda r: round_text(r["speculative"]["round_ms"]), 34, left=True)
-DISTINCT = Column("distinct 4-grams", distinct_text)
+DISTINCT = Column("distinct 4-grams", lambda r: ", ".join(shown(r["distinct_4grams"][way], ".0%") for way in WAYS))
 SIZES = Table(
     *POINT, PLAIN, SPECULATIVE,
     Column("steady", lambda r: f"{shown_speedup(r)['median']:.2f}x"),

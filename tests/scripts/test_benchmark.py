@@ -413,9 +413,9 @@ def test_in_16_bits_a_near_tie_is_counted_and_anything_further_apart_fails_the_r
 
 def test_files_in_the_repository_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    files = [str(RESULTS / "speculation" / f"speed_{name}.json") for name in ("8000x1", "16000x8")]
+    files = [str(RESULTS / "smollm2" / f"acceptance_{name}.json") for name in ("2000_t0", "4000_t0")]
     benchmark.main(["--draw", *files, "--plots", str(tmp_path)])
-    assert (tmp_path / "ratios.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "acceptance.png").read_bytes().startswith(PNG)
 
 
 def test_sizes_and_gammas_are_read_as_they_are_written() -> None:

@@ -27,7 +27,6 @@ import needles
 import peers
 import plan
 from gpt_fast_sd.loading import BUNDLED
-from maintain import hero
 from tests.helpers import Patch, Printed, Refuses, few
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,13 +43,11 @@ PROGRAMS: dict[str, tuple[Callable[[list[str]], object], list[str]]] = {
     "peers.py": (peers.main, ["--text", "{}"]),
     "evaluate.py": (evaluate.main, ["--text", "{}"]),
     "plan.py": (plan.main, ["--measured", "{}"]),
-    "hero.py": (hero.main, ["{}"]),
 }
 OUTPUTS = {
     "generate.py --prompts": ["--output", "--json", "--profile", "--report"],
     "generate.py --prompt-file": ["--output", "--report"], "generate.py --document": ["--output", "--report"],
-    "batch.py": ["", "--rejects"], "hero.py": [""],
-    "needles.py": ["--json", "--plot"], "evaluate.py": ["--json", "--plot"],
+    "batch.py": ["", "--rejects"],
 }  # fmt: skip
 EVERY = [(program, flag) for program in PROGRAMS for flag in OUTPUTS.get(program, ["--json"])]
 CASES = [(*one, "same") for one in EVERY] + [(*EVERY[0], how) for how in ("symlink", "hard link", "another way")]
@@ -58,7 +55,7 @@ CASES = [(*one, "same") for one in EVERY] + [(*EVERY[0], how) for how in ("symli
 
 @pytest.mark.parametrize(("program", "flag", "how"), CASES)
 def test_what_is_read_is_never_replaced(program: str, flag: str, how: str, tmp_path: Path, refuses: Refuses) -> None:
-    source = tmp_path / ("in.png" if flag == "--plot" else "in.jsonl")
+    source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "One"}\n')
     output = {
         "same": source, "another way": tmp_path / ".." / tmp_path.name / source.name,

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import peers
-from gpt_fast_sd.model import read_config
+from gpt_fast_sd.model import load_tokenizer, read_config, save_hugging_face
 from measuring import peer_speculation, peer_turns
-from measuring.peers import Decoded, Entry, LlamaCpp, PeerFailed, Worker
-from tests.helpers import Refuses
+from measuring.peer_gpt_fast import GptFast, weights
+from measuring.peers import Decoded, Entry, LlamaCpp, PeerFailed, Transformers, Worker
+from measuring.prompts import read_text
+from tests.helpers import Refuses, tiny_model
 from tests.llama_server import write_llama_server
 
 
@@ -80,7 +83,6 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
         ("--json - --fresh", "--fresh forgets what the file of --json holds"),
         ("--contexts 1", "a context has at least 2 tokens, got 1"),
         ("--json nowhere/x.json", "there is no folder"),
-        ("--plot x.txt", "its name must end in .png"),
     ):
         assert said in refuses(peers.main, *argv, "--contexts", "20", *flags.split())
 
@@ -116,8 +118,9 @@ def test_speculation_is_timed_beside_llama_cpps_own_and_cells_are_kept(
     peers.main([*argv, "--contexts", "20"])
     report = json.loads(file.read_text())
     rows = {row["peer"]: row for row in report["cells"][0]["results"]}
-    kinds = ("", ", draft model", ", lookup")
-    assert list(rows) == ["ours", "ours, int4 drafts", "ours, lookup", *(f"llama.cpp{kind}" for kind in kinds)]
+    kinds = {"ours": ("", ", int4 drafts", ", lookup"), "llama.cpp": ("", ", draft model", ", lookup")}
+    kinds["transformers"] = ("", ", lookup")
+    assert list(rows) == [f"{peer}{kind}" for peer, its in kinds.items() for kind in its]
     assert rows["ours, lookup"]["tokens_per_round"] == 2.0 and rows["llama.cpp, lookup"]["accepted_share"] == 0.5
     assert len(report["cells"][0]["heats"]) == len(peer_speculation.entries()) - 1
     assert report["failures"] == [
@@ -170,8 +173,29 @@ def test_help_is_the_same_on_every_machine(capsys: pytest.CaptureFixture[str]) -
     assert str(peers.BUNDLED) not in "".join(shown.split()) and "default: [" not in " ".join(shown.split())
 
 
-def test_cells_in_the_repository_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    cells = json.loads((Path(__file__).resolve().parents[2] / "benchmarks" / "cpu" / "peers.json").read_text())["cells"]
-    peers.plot(cells, "peers", tmp_path / "peers.png")
-    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
+def test_transformers_speculates_by_lookup_and_says_what_it_says_plainly() -> None:
+    tokenizer = load_tokenizer(peers.BUNDLED, read_config(peers.BUNDLED))
+    assert tokenizer
+    prompt = tokenizer.encode(read_text(peers.BUNDLED / "document.txt")[:3000])
+    told = []
+    for lookup in (0, 3):
+        peer = Transformers(peers.BUNDLED, "fp32", "sdpa", compiled=False, lookup=lookup)
+        peer.reserve(1, 2000)
+        told.append(peer.decode(prompt, 12))
+    plain, drafted = told
+    assert plain.tokens == drafted.tokens and len(plain.tokens) == 12
+    assert (plain.rounds, plain.accepted, plain.drafted) == (12, 0, 0)
+    assert drafted.rounds < 12 and drafted.accepted == 12 - drafted.rounds and drafted.drafted == 3 * drafted.rounds
+
+
+def test_gpt_fast_has_the_same_weights_by_other_names_and_rotates_neighbours(tmp_path: Path) -> None:
+    model = tiny_model()
+    save_hugging_face(model, tmp_path, dtype=torch.float32)
+    found, layer = weights(tmp_path, model.config), model.layers[0]
+    assert torch.equal(found["layers.0.feed_forward.w2.weight"], layer.feed_forward.w_out.weight)
+    stored = load_file(tmp_path / "model.safetensors")
+    q, half = stored["model.layers.0.self_attn.q_proj.weight"], model.config.head_dim // 2
+    first = found["layers.0.attention.wqkv.weight"][: 2 * half]  # of the first head
+    assert torch.equal(first[0::2], q[:half]) and torch.equal(first[1::2], q[half : 2 * half])
+    with pytest.raises(ImportError, match="GPT_FAST does not name a folder"):
+        GptFast(tmp_path, torch.float32, model.config, 512)

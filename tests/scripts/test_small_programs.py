@@ -131,9 +131,8 @@ def test_a_soak_goes_through_all_policies(small: list[str], capsys: Printed, mon
 
 
 def test_needles_writes_counts_and_spread_of_every_policy(tmp_path: Path, capsys: Printed, refuses: Refuses) -> None:
-    pytest.importorskip("matplotlib")
-    file, picture = tmp_path / "needles.json", tmp_path / "needles.png"
-    needles.main([*NEEDLES, "--json", str(file), "--plot", str(picture)])
+    file = tmp_path / "needles.json"
+    needles.main([*NEEDLES, "--json", str(file)])
     document = read(file)
     assert [(r["kind"], r["length"], len(r["right"])) for r in document["results"]] == [
         ("needle", 192, 3), ("prose", 192, 3),
@@ -147,7 +146,6 @@ def test_needles_writes_counts_and_spread_of_every_policy(tmp_path: Path, capsys
         low, high = r["acceptance_interval"]
         assert r["n"] == 3 and low <= r["acceptance_rate"] <= high
         assert ("over_streaming" in r) == (r["policy"] == "guided")
-    assert picture.read_bytes().startswith(b"\x89PNG")
     first = capsys.readouterr().out
     assert "of 3 answered right" in first
     needles.main([*NEEDLES, "--json", str(file)])  # nothing is left to measure, the sums are the same

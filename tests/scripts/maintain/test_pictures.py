@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import pytest
-
 from maintain import hero, record
-from tests.helpers import Printed, Refuses
+from tests.helpers import Printed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -99,38 +97,7 @@ def point(batch: int, context: int, speedup: float, **changes: Any) -> dict[str,
 SWEEP = [point(batch, context, 1.0 + batch / 100) for batch in (1, 2, 4, 16) for context in (1000, 4000)]
 
 
-def written(points: list[dict[str, Any]], **settings: Any) -> str:
-    return json.dumps({"benchmark": "batch", "settings": settings, "points": points})
-
-
-OLDER = [{name: value for name, value in one.items() if name != "temperature"} for one in SWEEP]
-OTHERS = [point(8, 1000, 2.0, temperature=0.8), point(8, 1000, 3.0, policy="guided"), point(8, 1, 4.0, status="x")]
-
-
-@pytest.mark.parametrize("text", [written(OLDER, temperature=0.0), written([*SWEEP, *OTHERS])])
-def test_a_temperature_may_be_named_once_and_only_what_was_asked_for_is_drawn(text: str, tmp_path: Path) -> None:
-    (tmp_path / "sweep.json").write_text(text)
-    hero.main([str(tmp_path / "sweep.json"), str(tmp_path / "hero.svg")])
-    assert (tmp_path / "hero.svg").read_text() == hero.hero(SWEEP)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("no", "sweep.json holds no results of this program"),
-        (written([{"batch": 1}]), "sweep.json is no sweep of benchmark.py: KeyError('status')"),
-        (written(SWEEP[:1]), "fewer than two contexts of streaming at temperature 0"),
-        (
-            written([*SWEEP, *(one | {"gamma": 6} for one in SWEEP), point(1, 1000, 1.0, budget=64)]),
-            "sweep.json has several drafts of streaming, and one can be drawn: streaming 256, gamma auto; streaming "
-            "256, gamma 6; streaming 64, gamma auto",
-        ),
-        (
-            written([*SWEEP, *(point(batch, 1000, 1.0) for batch in (3, 5, 6, 7, 8))]),
-            "sweep.json has 9 batches of streaming at temperature 0, and at most 8 can be told apart",
-        ),
-    ],
-)
-def test_a_sweep_that_cannot_be_drawn_is_one_sentence(text: str, said: str, tmp_path: Path, refuses: Refuses) -> None:
-    (tmp_path / "sweep.json").write_text(text)
-    assert said in refuses(hero.main, tmp_path / "sweep.json", tmp_path / "hero.svg")
+def test_a_plot_has_a_line_for_each_batch_and_its_title_says_what_it_shows() -> None:
+    svg = hero.hero(SWEEP)
+    assert svg.count("<polyline") == 4 and svg.count("<circle") == len(SWEEP)
+    assert "at 4,000 tokens: 16 rows 1.16x, 4 rows 1.04x, 2 rows 1.02x, 1 rows 1.01x</title>" in svg

@@ -62,7 +62,7 @@ def test_a_field_that_no_policy_of_a_measurement_uses_is_refused() -> None:
         buildable(settings_of(["streaming", "hierarchy"], [64]), [4], {"draft_model": "bundled"})
 
 
-def test_what_points_of_a_file_have_in_common_has_a_default_for_files_of_before_it_was_told() -> None:
+def test_what_points_of_a_file_have_in_common_has_a_default() -> None:
     assert grid.in_common({"page": 32, "batch": 4}) == COMMON | {"page": 32}
     assert COMMON["page"] == DraftConfig().page and COMMON["exact"] is EngineConfig().exact
     assert COMMON["top_k"] is SamplingParams().top_k

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from measuring.grid import COMMON, up_to_date
 from measuring.ledger import Ledger, complete, digest, fingerprint, read_document, write_whole
 from tests.helpers import tiny_model
 
@@ -18,7 +17,7 @@ RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "cpu"
 
 
 def ledger(path: Path | None, benchmark: str = "speed", fresh: bool = False, **settings: Any) -> Ledger:
-    return Ledger(path, benchmark, settings, {"cpu": "a"}, fresh=fresh, adapt=up_to_date)
+    return Ledger(path, benchmark, settings, {"cpu": "a"}, fresh=fresh)
 
 
 def test_results_stay_for_a_run_with_the_same_settings_and_take_each_others_place(tmp_path: Path) -> None:
@@ -84,14 +83,6 @@ def test_without_a_file_nothing_is_written() -> None:
     assert nowhere.records == [{"n": 1}]
 
 
-def test_what_a_file_does_not_name_was_measured_with_what_was_the_default(tmp_path: Path) -> None:
-    file = tmp_path / "x.json"
-    file.write_text('{"benchmark": "speed", "settings": {"temperature": 0.8}, "points": [{"policy": "quest"}]}')
-    assert ledger(file, **COMMON).document["points"] == [{"policy": "quest", "temperature": 0.8}]
-    with pytest.raises(ValueError, match="was measured with page 16, not 32"):
-        ledger(file, **{**COMMON, "page": 32})
-
-
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -124,9 +115,9 @@ def test_names_of_tokens_and_weights_change_with_them() -> None:
 )
 def test_results_in_the_repository_are_gone_on_with(file: str, benchmark: str, results: str) -> None:
     before = read_document(RESULTS / file, benchmark)
-    n, settings = len(before[results]), {name: COMMON[name] for name in COMMON} | before["settings"]
-    known = Ledger(RESULTS / file, benchmark, settings, {}, results=results, adapt=up_to_date)
+    n, settings = len(before[results]), before["settings"]
+    known = Ledger(RESULTS / file, benchmark, settings, {}, results=results)
     key = {"policy": before[results][-1].get("policy"), "budget": before[results][-1].get("budget")}
     assert len(known.records) == n and known.find(key)
     with pytest.raises(ValueError, match="was measured with"):
-        Ledger(RESULTS / file, benchmark, settings | {"model": "another"}, {}, results=results, adapt=up_to_date)
+        Ledger(RESULTS / file, benchmark, settings | {"model": "another"}, {}, results=results)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from measuring import plots
-from measuring.grid import up_to_date
 from measuring.tables import Column, Table, shown
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "cpu"
@@ -50,7 +49,6 @@ def test_spreads_have_whiskers_and_numbers_have_none() -> None:
 def test_what_is_in_the_repository_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     sweep = read("smollm2/sweep.json")
-    up_to_date(sweep)
     drawn = plots.draw_sweep(sweep["points"], sweep["lengths"], "a sweep", tmp_path / "sweep")
     assert [path.stem for path in drawn] == ["speedup_by_batch", "speedup_by_context", "throughput_latency"]
     frontiers = [read(f"smollm2/acceptance_{name}.json") for name in ("2000_t0", "4000_t0", "2000_t0.8")]
