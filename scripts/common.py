@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,13 +34,15 @@ def parser_of(program: str, about: str | None) -> argparse.ArgumentParser:
 class ProgressLine:
     """Draws the progress of work that takes over a second, on stderr if that is a terminal; see Engine.on_progress.
 
-    The line disappears when the work is done. Without a terminal one plain line says that a long prefill begins.
+    The line shows each second that passes, also while nothing is reported (a compiler runs), and disappears when the
+    work is done. Without a terminal one plain line says that a long prefill begins.
     """
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._what = ""
         self._said = False  # that a long prefill begins
+        self._closed = threading.Event()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show that this much of the total is done; what: the name of the work."""
@@ -52,15 +55,28 @@ class ProgressLine:
             self._bar = tqdm(
                 total=total, initial=done, desc=what, unit="", unit_scale=True, leave=False, delay=1.0, disable=None
             )
+            self._closed = threading.Event()
+            if not self._bar.disable:
+                threading.Thread(target=self._tick, args=(self._bar, self._closed), daemon=True).start()
         self._bar.update(done - self._bar.n)
         if done >= total:
             self.clear()
 
     def clear(self) -> None:
         """Remove the line; it returns if the same work goes on."""
+        with tqdm.get_lock():
+            self._closed.set()
         if self._bar is not None:
+            self._bar.clear()  # which close leaves to the first report
             self._bar.close()
         self._bar = None
+
+    @staticmethod
+    def _tick(bar: Any, closed: threading.Event) -> None:
+        while not closed.wait(1.0):
+            with tqdm.get_lock():
+                if not closed.is_set():  # else it would stand there for good
+                    bar.refresh(nolock=True)
 
 
 @contextlib.contextmanager

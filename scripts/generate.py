@@ -57,7 +57,7 @@ READ = "prompts", "prompt_file", "document", "draft_model"
 LONG_READ = 50_000_000  # parameters from which on a line says what takes its time
 SHOWN_AT: dict[bool, dict[str, float]] = {  # how texts are drawn where no prompt is given; True: SmolLM2
     False: {"temperature": 0.7},
-    True: {"temperature": 0.8, "min_p": 0.03, "top_p": 0.95},
+    True: {"temperature": 1.0, "min_p": 0.05, "top_p": 0.95},
 }
 COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers, in the order a policy names them in
 

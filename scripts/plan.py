@@ -2,7 +2,7 @@
 
     python scripts/plan.py --model meta-llama/Llama-3.1-8B --device H200 --batch 16,64 --context 8k,32k,128k
     python scripts/plan.py --model smollm2 --device this --batch 8 --context 7500 --max-new-tokens 64
-    python scripts/plan.py --measured benchmarks/cpu/smollm2/sweep.json
+    python scripts/plan.py --measured sweep.json
 
 Nothing is run but, for --device this, a measurement of the machine's rates; a preset needs no weights. docs/plan.md
 explains what is printed. Exit code: 0; 2 where what was asked for makes no sense.

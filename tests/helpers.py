@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from gpt_fast_sd.sampling import SamplingTable
 BOS, EOS = 256, 257
 Patch, Printed = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 Refuses = Callable[..., str]  # the fixture of tests/conftest.py: of a program's main and its arguments
+
+DATA = Path(__file__).parent / "data"  # results of this project's programs, few of them
 
 
 def few(values: Iterable[Any], kept: Container[Any]) -> list[Any]:

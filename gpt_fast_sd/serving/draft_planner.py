@@ -366,4 +366,7 @@ class DraftPlanner:
         self._rounds[arm] += 1
         if seconds and self._best and (not self._shows(view) or (arm, gamma) != self._last):
             self.lost = max(0.0, self.lost + seconds - (1 + sum(accepted) / len(accepted)) / self._best)
+        known = self.of_view[view].shown
         self.of_view[view]._count(gamma, accepted)
+        if self.of_view[view].shown < known - 1:  # the text is another: what is best is asked at once
+            self._steady = 0

@@ -28,6 +28,8 @@ PRIOR_WEIGHT = 2.0  # number of drafts that this expectation counts as
 RATE = 0.1  # weight of a new step time, once a few were seen
 KEPT_WEIGHT = 8.0  # number of drafts that earlier runs count as: a round of eight rows outweighs them
 DECAY = 0.98  # of older observations, per round that drafts
+UNLIKELY = 0.003  # chance of so many refusals of first drafts in a row, below which the text is another than before ...
+LEAST_REFUSED = 4  # ... if they are as many
 GAIN = 1.02  # a tier must promise this factor before it replaces the last one
 FIRST_PROBE, LAST_PROBE = 16, 1024  # plain rounds after which drafting is tried again: doubled while it does not pay
 PAYING = 48  # rounds that draft after which it has paid for a while, and is tried again as soon as at first
@@ -118,6 +120,7 @@ class GammaPlanner:
         self._trials = [0.0] * max(self.tiers, default=0)
         self._accepted = [0.0] * len(self._trials)
         self._faded = 1.0  # what of these still counts
+        self._refused, self._luck = 0, 1.0  # first drafts in a row, and the chance of that
 
     def calibrate(
         self, measure: Measure, few: int, many: int, selecting: Selecting | None = None, steps: Steps | None = None
@@ -155,10 +158,20 @@ class GammaPlanner:
     def _forget(self, weight: float) -> None:
         """Let past observations count as at most this many drafts."""
         self._apply()
-        for i, trials in enumerate(self._trials):
-            keep = min(1.0, weight / trials) if trials else 1.0
-            self._trials[i], self._accepted[i] = trials * keep, self._accepted[i] * keep
+        self._keep(weight)
         self._plain_rounds = self._drafting_rounds = 0
+
+    def _keep(self, weight: float) -> None:
+        for i, trials in enumerate(self._trials):
+            keep = min(1.0, weight / trials) if trials > 0 else 1.0
+            self._trials[i], self._accepted[i] = trials * keep, self._accepted[i] * keep
+
+    def _begin_anew(self) -> None:
+        """Let what was seen before the refusals in a row count little: they are of another text."""
+        refused, self._refused, self._luck = self._refused, 0, 1.0
+        self._trials[0] -= refused
+        self._keep(PRIOR_WEIGHT)
+        self._trials[0] += refused
 
     def choose(self, n_keys: int) -> int:
         """Gamma of the next round; its steps take as long as if each slot read n_keys, see Round.keys_read."""
@@ -215,6 +228,15 @@ class GammaPlanner:
             self._plain_rounds, self._since_plain = self._plain_rounds + 1, 0
             return
         self._apply()
+        if any(accepted):
+            self._refused, self._luck = 0, 1.0
+        elif self._trials:
+            self._refused, self._luck = (
+                self._refused + len(accepted),
+                self._luck * (1 - self.rates()[0]) ** len(accepted),
+            )
+            if self._luck < UNLIKELY and LEAST_REFUSED <= self._refused < self._trials[0]:
+                self._begin_anew()
         for i in range(len(self._trials)):
             self._trials[i] = self._trials[i] * DECAY + (sum(n >= i for n in accepted) if i < gamma else 0)
             self._accepted[i] = self._accepted[i] * DECAY + sum(n > i for n in accepted)

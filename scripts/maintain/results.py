@@ -17,6 +17,7 @@ import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
 import argparse
 import datetime
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -46,11 +47,14 @@ SOURCES = "gpt_fast_sd", "model", "tp"  # what an engine is
 Record = dict[str, Any]
 MODEL = "--model smollm2 --dtype bf16"
 DRAFTERS = "streaming,snapkv,quest,guided,early_exit,hierarchy,lookup"
-ACCEPTED = f"benchmark.py --sweep budget --pairs 0 {MODEL} --batch 4 --context 7500 --budget 64,256,1k --gamma 4 \
+ACCEPTED = f"benchmark.py --sweep budget --pairs 0 {MODEL} --batch 3 --context 7500 --budget 64,256,1k --gamma 4 \
 --max-new-tokens 48 --draft {DRAFTERS} --text TEXTS"
-QUALITY = "evaluate.py --model smollm2 --text TEXTS --dtype bf16 --compile --contexts 1024 4096 --lengths 1024 4096 \
---depths 0 0.5 1 --n 2 --entries 16 --compared 256"
-PEERS = "peers.py --model smollm2 --text TEXT --contexts 512,4000,7500"
+QUALITY = "evaluate.py --model smollm2 --text TEXTS --dtype bf16 --compile --contexts 4096 --lengths 1024 --depths 0.5 \
+--n 2 --entries 16 --compared 256"
+AUTO = "--draft auto --gamma auto --temperature 0,0.8 --max-new-tokens 128 --pairs 2 --text TEXTS"
+SLOWER = "eager 'BF16, F16 KV, flash off' 'BF16, F16 KV, flash on' 'BF16, BF16 KV, flash off' \
+'smaller weights, repacked, flash off' 'smaller weights, repacked, flash on'"  # without instructions for bf16
+PEERS = "peers.py --model smollm2 --text TEXT --contexts 512,4000,7500 --repeats 3"
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Part:
     def argv(self, texts: Sequence[Path], llama: Path | None, out: Path) -> list[str]:
         """What is run."""
         values = {"TEXTS": [*map(str, texts)], "TEXT": [str(texts[0])], "LLAMA": [str(llama)]}
-        words = [word for part in self.command.split() for word in values.get(part, [part])]
+        words = [word for part in shlex.split(self.command) for word in values.get(part, [part])]
         return [sys.executable, str(ROOT / "scripts" / words[0]), *words[1:], "--json", str(out)]
 
     @property
@@ -73,6 +77,11 @@ class Part:
         """The command as the page shows it."""
         text = self.command.replace("TEXTS", "*.txt").replace("TEXT", "book.txt").replace("LLAMA", "build/bin")
         return f"    python scripts/{text} --json {self.name}.json"
+
+
+def read(file: Path) -> Record:
+    document: Record = json.loads(file.read_text(encoding="utf-8"))
+    return document
 
 
 # ---- sections of the page --------------------------------------------------------------------------------------------
@@ -122,7 +131,7 @@ def of_sweep(found: Record) -> list[str]:
         f"{len(ratios)} cells are at 0.98x or more. In brackets: the least and the greatest pair, and the share of "
         f"rounds that drafted. {n_equal} of {n_rows} greedy rows equal plain decoding, token for token."
     )
-    return [*Table(*columns).markdown(cells.values()), "", said, "", "![Speed over context](sweep.svg)"]
+    return [*Table(*columns).markdown(cells.values()), "", said]
 
 
 def measured(found: Record) -> list[Record]:
@@ -265,11 +274,12 @@ def of_speculation(found: Record) -> list[str]:
 
 
 PARTS = (
-    Part("first", "generate.py --compare --no-stream", of_first),
+    Part("first", "generate.py", of_first),
     Part("steps", "steps.py --model smollm2 --batch 1,8 --context 512,6000 --gamma 2", of_steps),
+    Part("sweep", f"benchmark.py {MODEL} --batch 1,4,8 --context 512,2k,4k,7500 {AUTO}", of_sweep, goes_on=True),
     Part(
-        "sweep", f"benchmark.py {MODEL} --batch 1,4,8,16 --context 512,2k,4k,7500 --draft auto --gamma auto "
-        "--temperature 0,0.8 --max-new-tokens 128 --pairs 2 --text TEXTS", of_sweep, goes_on=True,
+        "long", f"benchmark.py --model bundled --dtype bf16 --batch 1,4,8,16 --context 1k,4k,16k {AUTO}", of_sweep,
+        goes_on=True,
     ),
     Part("accepted_greedy", f"{ACCEPTED} --temperature 0", goes_on=True),
     Part("accepted_sampled", f"{ACCEPTED} --temperature 0.8", goes_on=True),
@@ -282,12 +292,14 @@ PARTS = (
     Part("int8_cache", f"{QUALITY} --kv-dtype int8"),
     Part("int8_weights", f"{QUALITY} --quantize int8"),
     Part("int4_weights", f"{QUALITY} --quantize int4"),
-    Part("peers", f"{PEERS} --batches 1,8 --steps 8 --repeats 3 --agree 8", of_peers, goes_on=True),
-    Part("speculation", f"{PEERS} --repeats 3 --llama-bin LLAMA", of_speculation, goes_on=True),
+    Part("peers", f"{PEERS} --batches 1,8 --steps 8 --agree 8 --without {SLOWER}", of_peers, goes_on=True),
+    Part("speculation", f"{PEERS} --llama-bin LLAMA", of_speculation, goes_on=True),
 )  # fmt: skip
 NAMED = {part.name: part for part in PARTS}
+ON_FRONT = "first", "sweep", "long", "accepted_greedy", "accepted_sampled"  # what README tells of
 PAGE: dict[str, tuple[str, ...]] = {  # headings, and the parts below each
     "README's first command": ("first",), "Speed over batch and context": ("sweep",),
+    "The same to 16,000 tokens, the bundled model of 8 M parameters": ("long",),
     "Acceptance over the budget": ("accepted_greedy", "accepted_sampled"), "Where a step's time goes": ("steps",),
     "Fewer bits: speed": ("precision",), "Fewer bits: what they cost": ("int8_cache", "int8_weights", "int4_weights"),
     "Lossless": ("proof",), "Next to others: plain decoding": ("peers",),
@@ -308,8 +320,8 @@ def section(names: Sequence[str], found: dict[str, Record]) -> list[str]:
 
 def page(folder: Path) -> str:
     """The page of a set, with a heading for every part that is there."""
-    about = json.loads((folder / "set.json").read_text(encoding="utf-8"))
-    found = {p.name: json.loads(file.read_text("utf-8")) for p in PARTS if (file := folder / f"{p.name}.json").exists()}
+    about = read(folder / "set.json")
+    found = {part.name: read(file) for part in PARTS if (file := folder / f"{part.name}.json").exists()}
     here = about["environment"]
     lines = [
         f"# {here['cpu']}, {here['instructions']}, {here['cores']} cores: {about['date']}", "",
@@ -330,18 +342,20 @@ def page(folder: Path) -> str:
 
 def front(folder: Path, readme: str) -> str:
     """README with the figures of a set: between its marks, and in the table of policies."""
-    found = {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in NAMED if name != "speculation"}
-    about = json.loads((folder / "set.json").read_text("utf-8"))
+    found = {name: read(folder / f"{name}.json") for name in ON_FRONT}
+    about = read(folder / "set.json")
     here, place = about["environment"], folder.relative_to(ROOT).as_posix()
     plain, ours = (d["decode_tokens_per_second"] for d in (found["first"]["plain"]["stats"], found["first"]["stats"]))
-    ratios = [shown_speedup(point)["median"] for point in measured(found["sweep"])]
-    n_rows, n_equal = equal_rows(found["sweep"])
+    made = {name: [shown_speedup(point)["median"] for point in measured(found[name])] for name in ("sweep", "long")}
+    n_rows, n_equal = map(sum, zip(*(equal_rows(found[name]) for name in made), strict=True))
+    equal = f"**{n_equal} of {n_rows}**"
+    ends = {name: f"{min(ratios):.2f}x to {max(ratios):.2f}x" for name, ratios in made.items()}
     text = (
         f"On {here['cores']} cores of {here['cpu']} ({here['instructions']}), {about['date']}, the first command below "
-        f"writes **{ours:.0f} tokens/s** where plain decoding writes {plain:.0f}: **{ours / plain:.2f}x**. Over 1 to "
-        f"16 rows of 512 to 7,500 tokens `--draft auto` makes {min(ratios):.2f}x to {max(ratios):.2f}x; "
-        f"**{n_equal} of {n_rows}** greedy rows equal plain decoding, token for token. "
-        f"[All figures]({place}/README.md)."
+        f"writes **{ours:.0f} tokens/s** where plain decoding writes {plain:.0f}: **{ours / plain:.2f}x**. The plot "
+        f"is of the bundled 8 M-parameter model at temperature 0.8: `--draft auto` makes {ends['long']} of plain "
+        f"decoding; SmolLM2-135M, 1 to 8 rows of 512 to 7,500 tokens, {ends['sweep']}. {equal} greedy rows "
+        f"equal plain decoding, token for token. [All figures]({place}/README.md)."
     )
     readme = between(readme, "measured", text)
     rates = {
@@ -365,22 +379,25 @@ def between(page: str, mark: str, text: str) -> str:
     return new
 
 
+def newest() -> Path | None:
+    """The folder of the newest set that has all that README says; None if there is none."""
+    needed = [f"{name}.json" for name in ON_FRONT]
+    whole = [one.parent for one in CPU.glob("*/set.json") if all((one.parent / name).exists() for name in needed)]
+    return max(whole, key=lambda folder: str(read(folder / "set.json")["date"]), default=None)
+
+
 def write_pages() -> Iterable[Path]:
     """Write the page and the plot of every set, and README's figures from the newest whole one -> what was written."""
-    whole = []
-    for file in sorted(CPU.glob("*/set.json")):
-        folder = file.parent
-        if (folder / "sweep.json").exists():
-            points = measured(json.loads((folder / "sweep.json").read_text("utf-8")))
-            write_whole(folder / "sweep.svg", hero([point for point in points if point["temperature"] == 0.8]))
+    for folder in sorted(file.parent for file in CPU.glob("*/set.json")):
+        if (folder / "long.json").exists():
+            points = measured(read(folder / "long.json"))
+            write_whole(folder / "long.svg", hero([point for point in points if point["temperature"]]))
         write_whole(folder / "README.md", page(folder))
         yield folder / "README.md"
-        if all((folder / f"{name}.json").exists() for name in NAMED if name != "speculation"):
-            whole.append((json.loads(file.read_text("utf-8"))["date"], folder))
-    if whole:
-        folder, readme = max(whole)[1], ROOT / "README.md"
-        write_whole(readme, front(folder, readme.read_text("utf-8")))
-        write_whole(ROOT / "docs" / "hero.svg", (folder / "sweep.svg").read_text("utf-8"))
+    if latest := newest():
+        readme = ROOT / "README.md"
+        write_whole(readme, front(latest, readme.read_text("utf-8")))
+        write_whole(ROOT / "docs" / "hero.svg", (latest / "long.svg").read_text("utf-8"))
         yield readme
 
 
@@ -407,14 +424,14 @@ def begin(*, fresh: bool) -> Path:
         for old in folder.iterdir():
             old.unlink()
     if file.exists():
-        about = json.loads(file.read_text("utf-8"))
+        about = read(file)
         told = [(what, here[what], about["environment"][what]) for what in ("cpu", "threads", "torch")]
         for what, mine, theirs in [("engine", engine, about["engine"]), *told]:
             if mine != theirs:
                 raise ValueError(f"{folder} was begun with {what} {theirs}, and this is {mine}: --fresh forgets it")
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    rates = rates_here(torch.device("cpu"), torch.float32).chip("", 0)
+    rates = rates_here(torch.device("cpu"), torch.float32).chip("", math.inf)
     about = {
         "engine": engine, "date": datetime.date.today().isoformat(), "environment": here,
         "gb_per_second": rates.bandwidth / 1e9, "gflops": rates.peak / 1e9, "seconds": {},
@@ -428,7 +445,7 @@ def measure(args: argparse.Namespace) -> int:
     folder, failed = begin(fresh=args.fresh), 0
     for part in PARTS:
         out = folder / f"{part.name}.json"
-        about = json.loads((folder / "set.json").read_text("utf-8"))
+        about = read(folder / "set.json")
         if part.name in about["seconds"] or (args.only and part.name not in args.only):
             continue
         if "LLAMA" in part.command and args.llama_bin is None:

@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import exp, sqrt
-from pathlib import Path
 from statistics import mean, median
 
 import pytest
@@ -19,8 +18,9 @@ from gpt_fast_sd import DraftConfig
 from gpt_fast_sd.policies.auto import AutoConfig
 from gpt_fast_sd.policies.config import GAMMA_TIERS
 from gpt_fast_sd.serving.draft_planner import DraftPlanner, arm_of
+from tests.helpers import DATA
 
-RECORDED = Path(__file__).parents[2] / "benchmarks/cpu/smollm2/gammas_in_turns_zen4.json"
+RECORDED = DATA / "turns_zen4.json"
 ARMS = [arm_of(arm) for arm in AutoConfig.of(DraftConfig(policy="auto"), (None, "int4", "int8")).arms]
 NAMES = [arm.name for arm in ARMS]
 FEW, MANY = 512, 8192
@@ -186,6 +186,15 @@ def test_a_text_that_begins_to_repeat_is_soon_looked_up() -> None:
     assert simulate(dull, 300, 0)[0] > 0.95 * dull.best
     for seed in range(6):  # as long as it looks up nothing it gains nothing
         assert simulate(dull, 3000, seed, then=same)[0] > 1.45 * same.plain
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_text_that_ceases_to_repeat_is_soon_looked_up_no_more(rows: int) -> None:
+    """Refusals in a row tell it: by shares that fade alone a run made 0.81 of what was possible."""
+    verify = {g: 1 + 0.07 * g for g in GAMMA_TIERS}
+    same, dull = (world(rows, verify, 1.0, 0.5, 0.6, lookup) for lookup in (0.8, 0.05))
+    possible = 2 / (1 / same.best + 1 / dull.best)  # as many tokens of either
+    assert median(simulate(same, 256, seed, then=dull)[0] for seed in range(20)) >= 0.87 * possible
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 0.0])

@@ -18,10 +18,9 @@ from measuring import chips, modes, points, turns
 from measuring.chips import Chip, Rates
 from measuring.forecast import System
 from measuring.grid import Point, Setting
-from tests.helpers import Patch, Printed, Refuses, tiny_config
+from tests.helpers import DATA, Patch, Printed, Refuses, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "cpu"
 Record = dict[str, Any]
 SHORT = ["--no-compile", "--max-new-tokens", "8", "--pairs", "2", "--budget", "16", "--gamma", "2"]
 BUDGET = ["--sweep", "budget", "--no-compile", "--batch", "2", "--context", "96", "--max-new-tokens", "6"]
@@ -413,7 +412,7 @@ def test_in_16_bits_a_near_tie_is_counted_and_anything_further_apart_fails_the_r
 
 def test_files_in_the_repository_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    files = [str(RESULTS / "smollm2" / f"acceptance_{name}.json") for name in ("2000_t0", "4000_t0")]
+    files = [str(DATA / f"acceptance_{name}.json") for name in ("2000_t0", "4000_t0")]
     benchmark.main(["--draw", *files, "--plots", str(tmp_path)])
     assert (tmp_path / "acceptance.png").read_bytes().startswith(PNG)
 

@@ -1,10 +1,12 @@
 """scripts/generate.py as a user types it: what it prints and writes, and the one sentence it gives for a mistake."""
 
 import dataclasses
+import io
 import json
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -473,8 +475,8 @@ def test_a_document_stands_before_nothing_but_texts(refuses: Says, tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "drawn"),
     [
-        ([], (0.8, 0.03, 0.95, 400)),
-        (["--top-p", "0.5", "--seed", "3"], (0.8, 0.03, 0.5, 400)),
+        ([], (1.0, 0.05, 0.95, 400)),
+        (["--top-p", "0.5", "--seed", "3"], (1.0, 0.05, 0.5, 400)),
         (["--temperature", "0.4", "--max-new-tokens", "7"], (0.4, None, None, 7)),
         (["--temperature", "0"], (0.0, None, None, 400)),
     ],
@@ -568,3 +570,21 @@ def test_long_phases_are_announced_without_a_terminal(capsys: Printed, monkeypat
     monkeypatch.setattr(generate, "LONG_READ", 1)
     generate.main([*QUICK, *NIGHT, "--model", "bundled"])
     assert capsys.readouterr().err.splitlines()[-1] == "reading 8 M parameters ..."
+
+
+def test_a_terminal_shows_that_time_passes_while_nothing_is_reported(monkeypatch: Patch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    progress = generate.ProgressLine()
+    progress("compile", 0, 5)
+    deadline = time.monotonic() + 60
+    while terminal.getvalue().count("compile") < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    progress.clear()
+    shown = terminal.getvalue()
+    assert shown.count("compile:   0%") >= 2 and shown.endswith("\r")
+    time.sleep(1.2)
+    assert terminal.getvalue() == shown  # nothing comes behind it

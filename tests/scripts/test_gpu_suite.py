@@ -20,7 +20,7 @@ from measuring.gpu import setup as shared
 from measuring.gpu.page import page
 from measuring.ledger import Ledger
 from measuring.prompts import tokens_of
-from tests.helpers import Patch, Printed, Refuses
+from tests.helpers import DATA, Patch, Printed, Refuses
 from tests.scripts.measuring.test_gpu import dry_setup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -306,7 +306,7 @@ def test_the_page_says_what_is_replayed_what_was_read_and_what_its_prompts_repea
         "ratio": {"median": 2.0, "min": 1.9, "max": 2.1}, "steps": {"target": step}, "roofline": {"target": 0.027},
         "predicted": {"ideal": 3.0, "practical": 2.9, "expected": 2.8},
     }  # fmt: skip
-    sweep = json.loads((ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json").read_text())["points"][0]
+    sweep = json.loads((DATA / "sweep.json").read_text())["points"][0]
     note = "the text has 6,001 tokens: rows of 16,000 repeat it, which makes drafting easier"
     skipped = {"arm": "guided", "quantize": "float8", "skipped": "it does not run here"}
     results = {"cell-57344-guided": cell, "precision-57344-float8": skipped}

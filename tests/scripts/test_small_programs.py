@@ -24,7 +24,7 @@ from measuring.chips import Chip
 from measuring.lossless import Finding
 from scripts.steps import main as steps_main
 from scripts.steps import time_steps
-from tests.helpers import Patch, Printed, Refuses, random_ids, tiny_config, tiny_model
+from tests.helpers import DATA, Patch, Printed, Refuses, random_ids, tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = BUNDLED / "document.txt"
@@ -307,13 +307,13 @@ def test_few_bits_reach_the_plan_and_its_heading_and_drafts_take_less_time(
 
 
 def test_what_was_measured_is_shown_beside_what_is_predicted(capsys: Printed) -> None:
-    assert plan.main(["--measured", str(ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json")]) == 0
+    assert plan.main(["--measured", str(DATA / "sweep.json")]) == 0
     out = capsys.readouterr().out
     assert "measured over predicted" in out and "streaming 256" in out
 
 
 def test_the_drafts_of_a_file_are_planned_with_the_acceptance_that_it_holds(tmp_path: Path) -> None:
-    sweep, file = ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json", tmp_path / "plan.json"
+    sweep, file = DATA / "sweep.json", tmp_path / "plan.json"
     rates = ["--bandwidth", "15", "--flops", "0.5"]
     argv = ["--model", "HuggingFaceTB/SmolLM2-135M", *rates, "--acceptance", str(sweep), "--json", str(file)]
     assert plan.main(argv) == 0

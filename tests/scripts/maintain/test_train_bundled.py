@@ -1,15 +1,9 @@
-"""The training pipeline on its miniature recipe: killed and resumed it ends where an uninterrupted run ends."""
+"""The training pipeline on its miniature recipe: what it trains on, logs, resumes from and exports."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +21,6 @@ from maintain.train_bundled import RECIPES, Pieces, TrainingAttention
 from measuring.needles import DIGITS, needle, person, thing
 from tests.helpers import Refuses, whole_text_logits
 
-SCRIPT = Path(train_bundled.__file__)
 TOKENS = 20_000  # 79 steps of the test recipe, all three stages
 
 
@@ -184,44 +177,6 @@ def test_a_needle_prompt_states_its_fact_at_its_depth_and_leaves_room_for_the_an
         assert f" {probe.answer}.\n" in text
         assert text.endswith(" ")
         assert text.index(probe.answer) / len(text) == pytest.approx(0.97 * depth + 0.01, abs=0.05)
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.mark.slow
-def test_a_run_killed_twice_ends_with_the_weights_of_an_uninterrupted_one(books: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def start(work: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(SCRIPT), *flags(books, work, "--save-every", "0")]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert start(whole).wait() == 0
-    for condition in (
-        (killed / "checkpoint.pt").exists,  # at the first step
-        lambda: (killed / "log.jsonl").exists() and (killed / "log.jsonl").stat().st_size > 0,  # in the middle
-    ):
-        process = start(killed)
-        wait_for(condition, process)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert checkpoint(killed)["tokens"] < TOKENS
-    assert start(killed).wait() == 0
-
-    expected, found = checkpoint(whole), checkpoint(killed)
-    assert found["step"] == expected["step"]
-    assert found["tokens"] == expected["tokens"]
-    for name, tensor in expected["model"].items():
-        assert torch.equal(found["model"][name], tensor), name
-    steps = [json.loads(line)["step"] for line in (killed / "log.jsonl").read_text().splitlines()]
-    assert steps == list(range(25, found["step"] + 1, 25))
 
 
 def test_what_cannot_be_trained_on_or_gone_on_with_is_refused(

@@ -20,12 +20,12 @@ from measuring.forecast import Kept, System, compare, default_policies, shape_of
 from measuring.replay import PROFILES
 from measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, Efficiency, Forecast, step_cost, step_seconds
 from plan import comparison, drafts_of, plan, text
+from tests.helpers import DATA
 
 LLAMA, SMALL = preset("meta-llama/Llama-3.1-8B"), preset("meta-llama/Llama-3.2-1B")
 LLAMA_2 = preset("meta-llama/Llama-2-7b-hf")
 H200, A100, H100 = CHIPS["h200"], CHIPS["a100"], CHIPS["h100"]
 STREAMING = DraftConfig(policy="streaming", budget=512)
-RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "cpu"
 
 
 def on_h200(**more: object) -> System:
@@ -551,7 +551,7 @@ def test_rates_that_are_none_make_no_chip_and_no_link(rate: float) -> None:
 
 
 def test_acceptance_is_what_is_said_else_what_was_measured_else_what_was_published() -> None:
-    file = str(RESULTS / "smollm2" / "acceptance_7900_t0.json")
+    file = str(DATA / "acceptance_7900_t0.json")
     kept, few = Kept.of(["snapkv=0.5", file]), DraftConfig(policy="streaming", budget=256)
     assert kept.chances(DraftConfig(policy="snapkv", budget=999), 8000) == ((0.5,), "given")
     chances, source = kept.chances(few, 8000)
@@ -570,7 +570,7 @@ def test_acceptance_is_what_is_said_else_what_was_measured_else_what_was_publish
 
 
 def test_measured_acceptance_is_that_of_the_nearest_context_and_the_lowest_temperature() -> None:
-    kept = Kept.of([str(path) for path in sorted((RESULTS / "smollm2").glob("acceptance_*.json"))])
+    kept = Kept.of([str(path) for path in sorted(DATA.glob("acceptance_*.json"))])
     draft = DraftConfig(policy="streaming", budget=256)
     assert "context 2,000, T 0" in kept.chances(draft, 1500)[1]
     assert "context 4,000, T 0" in kept.chances(draft, 5000)[1]
@@ -604,7 +604,7 @@ def test_columns_of_a_plan_line_up_and_its_json_is_json() -> None:
 
 
 def test_what_was_measured_is_shown_next_to_what_the_sweep_itself_predicted() -> None:
-    path = RESULTS / "smollm2" / "sweep.json"
+    path = DATA / "sweep.json"
     stored = [one for one in json.loads(path.read_text())["points"] if one["status"] == "measured"]
     found = compare(path)
     assert len(found) == len(stored) > 0
@@ -622,7 +622,7 @@ def test_shapes_are_those_of_presets_folders_and_the_bundled_model() -> None:
 
 
 def test_drafts_without_a_budget_and_over_a_draft_model_are_compared(tmp_path: Path) -> None:
-    document = json.loads((RESULTS / "smollm2" / "sweep.json").read_text())
+    document = json.loads((DATA / "sweep.json").read_text())
     shape = document["settings"]["transformer"]
     document["settings"] |= {"draft_model": "small", "draft_transformer": {**shape, "n_layers": 2}}
     names = (("lookup", None), ("hierarchy/standalone", 64), ("early_exit", 64), ("quest", 256))

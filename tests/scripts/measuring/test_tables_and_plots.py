@@ -11,12 +11,11 @@ import pytest
 
 from measuring import plots
 from measuring.tables import Column, Table, shown
-
-RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "cpu"
+from tests.helpers import DATA
 
 
 def read(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    document: dict[str, Any] = json.loads((DATA / name).read_text(encoding="utf-8"))
     return document
 
 
@@ -48,10 +47,10 @@ def test_spreads_have_whiskers_and_numbers_have_none() -> None:
 
 def test_what_is_in_the_repository_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    sweep = read("smollm2/sweep.json")
+    sweep = read("sweep.json")
     drawn = plots.draw_sweep(sweep["points"], sweep["lengths"], "a sweep", tmp_path / "sweep")
     assert [path.stem for path in drawn] == ["speedup_by_batch", "speedup_by_context", "throughput_latency"]
-    frontiers = [read(f"smollm2/acceptance_{name}.json") for name in ("2000_t0", "4000_t0", "2000_t0.8")]
+    frontiers = [read(f"acceptance_{name}.json") for name in ("2000_t0", "4000_t0", "2000_t0.8")]
     plots.draw_acceptance(frontiers, "acceptance", tmp_path / "acceptance.png")
     for path in (*drawn, tmp_path / "acceptance.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
