@@ -57,7 +57,7 @@ READ = "prompts", "prompt_file", "document", "draft_model"
 LONG_READ = 50_000_000  # parameters from which on a line says what takes its time
 SHOWN_AT: dict[bool, dict[str, float]] = {  # how texts are drawn where no prompt is given; True: SmolLM2
     False: {"temperature": 0.7},
-    True: {"temperature": 1.0, "min_p": 0.05, "top_p": 0.95},
+    True: {"temperature": 0.8, "min_p": 0.03, "top_p": 0.95},
 }
 COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers, in the order a policy names them in
 
@@ -226,7 +226,7 @@ def read_requests(
         if showpiece:  # so small a model repeats itself when greedy
             here = SHOWN_AT[args.model == "smollm2"]
             drawn |= here | {name: given for name in here if (given := getattr(args, name)) is not None}
-            drawn["seed"] = args.seed or 0
+            drawn["seed"] = 1 if args.seed is None else args.seed
     encoder = Encoder(tokenizer, args.chat, read_document(args.document), args.parse_special)
     common = config_of(SamplingParams, args, **drawn)
     if args.prompts is not None:

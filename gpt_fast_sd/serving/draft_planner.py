@@ -13,7 +13,18 @@ from dataclasses import dataclass
 from math import inf
 
 from ..policies.config import DraftConfig
-from .gamma_planner import CLEARLY, GAIN, PLAIN_AFTER, RATE, GammaPlanner, Steps, StepTimes, rising
+from .gamma_planner import (
+    CLEARLY,
+    GAIN,
+    KEPT_WEIGHT,
+    PLAIN_AFTER,
+    PRIOR_WEIGHT,
+    RATE,
+    GammaPlanner,
+    Steps,
+    StepTimes,
+    rising,
+)  # fmt: skip
 
 MOST_ARMS = 64
 TRYING = 0.012  # share of a run that tries may lose
@@ -175,9 +186,9 @@ class DraftPlanner:
         self.ready = tuple(sorted({*self.ready, i}))
 
     def begin(self) -> None:
-        """A new run: acceptance in earlier ones counts little."""
-        for planner in (*self.of, *self.of_view.values()):
-            planner.begin()
+        """A new run: acceptance in earlier ones counts little, least what was looked up, as it is of their texts."""
+        for view, planner in (*zip((arm.view for arm in self.arms), self.of, strict=True), *self.of_view.items()):
+            planner.begin(PRIOR_WEIGHT if view == "lookup" else KEPT_WEIGHT)
         self.seconds_run = self.lost = 0.0
         self._steady, self._rounds = 0, [0] * len(self.arms)
         self._before, self._plain_seen = None, 0
@@ -366,7 +377,5 @@ class DraftPlanner:
         self._rounds[arm] += 1
         if seconds and self._best and (not self._shows(view) or (arm, gamma) != self._last):
             self.lost = max(0.0, self.lost + seconds - (1 + sum(accepted) / len(accepted)) / self._best)
-        known = self.of_view[view].shown
-        self.of_view[view]._count(gamma, accepted)
-        if self.of_view[view].shown < known - 1:  # the text is another: what is best is asked at once
+        if self.of_view[view]._count(gamma, accepted):  # the text is another: what is best is asked at once
             self._steady = 0

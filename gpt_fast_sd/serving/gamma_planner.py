@@ -28,7 +28,7 @@ PRIOR_WEIGHT = 2.0  # number of drafts that this expectation counts as
 RATE = 0.1  # weight of a new step time, once a few were seen
 KEPT_WEIGHT = 8.0  # number of drafts that earlier runs count as: a round of eight rows outweighs them
 DECAY = 0.98  # of older observations, per round that drafts
-UNLIKELY = 0.003  # chance of so many refusals of first drafts in a row, below which the text is another than before ...
+UNLIKELY = 0.001  # chance of so many refusals of first drafts in a row, below which the text is another than before ...
 LEAST_REFUSED = 4  # ... if they are as many
 GAIN = 1.02  # a tier must promise this factor before it replaces the last one
 FIRST_PROBE, LAST_PROBE = 16, 1024  # plain rounds after which drafting is tried again: doubled while it does not pay
@@ -120,7 +120,10 @@ class GammaPlanner:
         self._trials = [0.0] * max(self.tiers, default=0)
         self._accepted = [0.0] * len(self._trials)
         self._faded = 1.0  # what of these still counts
-        self._refused, self._luck = 0, 1.0  # first drafts in a row, and the chance of that
+        self._refused, self._luck = (
+            0.0,
+            1.0,
+        )  # of the trials of first drafts, the last ones in a row; the chance of that
 
     def calibrate(
         self, measure: Measure, few: int, many: int, selecting: Selecting | None = None, steps: Steps | None = None
@@ -150,9 +153,9 @@ class GammaPlanner:
         step = min(max(0.0, most - least) / (more - fewer), most / more) if more > fewer else most / more
         return most - more * step, step
 
-    def begin(self) -> None:
-        """A new run: acceptance in earlier ones counts little."""
-        self._forget(KEPT_WEIGHT)
+    def begin(self, weight: float = KEPT_WEIGHT) -> None:
+        """A new run: acceptance in earlier ones counts as so many drafts."""
+        self._forget(weight)
         self._probe_after = FIRST_PROBE
 
     def _forget(self, weight: float) -> None:
@@ -160,18 +163,12 @@ class GammaPlanner:
         self._apply()
         self._keep(weight)
         self._plain_rounds = self._drafting_rounds = 0
+        self._refused, self._luck = 0.0, 1.0
 
     def _keep(self, weight: float) -> None:
         for i, trials in enumerate(self._trials):
             keep = min(1.0, weight / trials) if trials > 0 else 1.0
             self._trials[i], self._accepted[i] = trials * keep, self._accepted[i] * keep
-
-    def _begin_anew(self) -> None:
-        """Let what was seen before the refusals in a row count little: they are of another text."""
-        refused, self._refused, self._luck = self._refused, 0, 1.0
-        self._trials[0] -= refused
-        self._keep(PRIOR_WEIGHT)
-        self._trials[0] += refused
 
     def choose(self, n_keys: int) -> int:
         """Gamma of the next round; its steps take as long as if each slot read n_keys, see Round.keys_read."""
@@ -222,21 +219,13 @@ class GammaPlanner:
             self.start.correction = self.draft.correction
         self._count(gamma, accepted)
 
-    def _count(self, gamma: int, accepted: Sequence[int]) -> None:
-        """Count a round, and its accepted drafts."""
+    def _count(self, gamma: int, accepted: Sequence[int]) -> bool:
+        """Count a round, and its accepted drafts -> whether they tell that the text is another than before."""
         if not gamma:
             self._plain_rounds, self._since_plain = self._plain_rounds + 1, 0
-            return
+            return False
         self._apply()
-        if any(accepted):
-            self._refused, self._luck = 0, 1.0
-        elif self._trials:
-            self._refused, self._luck = (
-                self._refused + len(accepted),
-                self._luck * (1 - self.rates()[0]) ** len(accepted),
-            )
-            if self._luck < UNLIKELY and LEAST_REFUSED <= self._refused < self._trials[0]:
-                self._begin_anew()
+        anew = self._is_another_text(accepted)
         for i in range(len(self._trials)):
             self._trials[i] = self._trials[i] * DECAY + (sum(n >= i for n in accepted) if i < gamma else 0)
             self._accepted[i] = self._accepted[i] * DECAY + sum(n > i for n in accepted)
@@ -244,6 +233,26 @@ class GammaPlanner:
         self._drafting_rounds += 1
         if self._drafting_rounds >= PAYING:
             self._probe_after = FIRST_PROBE
+        return anew
+
+    def _is_another_text(self, accepted: Sequence[int]) -> bool:
+        """Whether a round's refusals, and those before them in a row, are too many for the text that was seen before.
+
+        If so, what was seen before them counts little from now on.
+        """
+        if not accepted or any(accepted):
+            self._refused, self._luck = 0.0, 1.0
+            return False
+        before, n = self._refused, len(accepted)  # those before have been counted, this round's have not
+        self._luck *= (1 - self.rates()[0]) ** n
+        self._refused = DECAY * before + n
+        if self._luck >= UNLIKELY or before + n < LEAST_REFUSED:
+            return False
+        self._trials[0] -= before
+        self._keep(PRIOR_WEIGHT)
+        self._trials[0] += before
+        self._luck = 1.0
+        return True
 
     def record_host(self, gamma: int, seconds: float, *, arm: int = 0) -> None:
         """Record a round's seconds outside its steps."""
@@ -290,6 +299,7 @@ class GammaPlanner:
     def _apply(self) -> None:
         """Let what was seen count as much less as it has faded: every round fades what others have shown."""
         if self._faded != 1.0:
+            self._refused *= self._faded
             self._trials = [trials * self._faded for trials in self._trials]
             self._accepted = [accepted * self._faded for accepted in self._accepted]
             self._faded = 1.0

@@ -74,7 +74,7 @@ class Part:
 
     @property
     def shown(self) -> str:
-        """The command as the page shows it."""
+        """The command as the page shows it, which keeps what was typed in its set."""
         text = self.command.replace("TEXTS", "*.txt").replace("TEXT", "book.txt").replace("LLAMA", "build/bin")
         return f"    python scripts/{text} --json {self.name}.json"
 
@@ -293,6 +293,10 @@ PARTS = (
     Part("int8_weights", f"{QUALITY} --quantize int8"),
     Part("int4_weights", f"{QUALITY} --quantize int4"),
     Part("peers", f"{PEERS} --batches 1,8 --steps 8 --agree 8 --without {SLOWER}", of_peers, goes_on=True),
+    Part(
+        "peers_bundled", "peers.py --text TEXT --contexts 512,8192,16000 --batches 1,8 --steps 16 --agree 0 "
+        f"--repeats 5 --peers ours,llama.cpp --without {SLOWER}", of_peers, goes_on=True,
+    ),
     Part("speculation", f"{PEERS} --llama-bin LLAMA", of_speculation, goes_on=True),
 )  # fmt: skip
 NAMED = {part.name: part for part in PARTS}
@@ -321,7 +325,7 @@ def section(names: Sequence[str], found: dict[str, Record]) -> list[str]:
 def page(folder: Path) -> str:
     """The page of a set, with a heading for every part that is there."""
     about = read(folder / "set.json")
-    found = {part.name: read(file) for part in PARTS if (file := folder / f"{part.name}.json").exists()}
+    found = {name: read(folder / f"{name}.json") for name in about["parts"]}
     here = about["environment"]
     lines = [
         f"# {here['cpu']}, {here['instructions']}, {here['cores']} cores: {about['date']}", "",
@@ -332,7 +336,14 @@ def page(folder: Path) -> str:
     ]  # fmt: skip
     for heading, names in PAGE.items():
         if all(name in found for name in names):
-            lines += ["", f"## {heading}", "", *section(names, found), "", *(NAMED[name].shown for name in names)]
+            lines += [
+                "",
+                f"## {heading}",
+                "",
+                *section(names, found),
+                "",
+                *(about["parts"][name]["command"] for name in names),
+            ]
             lines += ["", "Files: " + ", ".join(f"[{name}]({name}.json)" for name in names)]
     return "\n".join(lines) + "\n"
 
@@ -381,15 +392,16 @@ def between(page: str, mark: str, text: str) -> str:
 
 def newest() -> Path | None:
     """The folder of the newest set that has all that README says; None if there is none."""
-    needed = [f"{name}.json" for name in ON_FRONT]
-    whole = [one.parent for one in CPU.glob("*/set.json") if all((one.parent / name).exists() for name in needed)]
-    return max(whole, key=lambda folder: str(read(folder / "set.json")["date"]), default=None)
+    dates = {
+        one.parent: about["date"] for one in CPU.glob("*/set.json") if {*ON_FRONT} <= {*(about := read(one))["parts"]}
+    }
+    return max(dates, key=lambda folder: str(dates[folder]), default=None)
 
 
 def write_pages() -> Iterable[Path]:
     """Write the page and the plot of every set, and README's figures from the newest whole one -> what was written."""
     for folder in sorted(file.parent for file in CPU.glob("*/set.json")):
-        if (folder / "long.json").exists():
+        if "long" in read(folder / "set.json")["parts"]:
             points = measured(read(folder / "long.json"))
             write_whole(folder / "long.svg", hero([point for point in points if point["temperature"]]))
         write_whole(folder / "README.md", page(folder))
@@ -418,7 +430,7 @@ def engine_here() -> str:
 def begin(*, fresh: bool) -> Path:
     """The folder of this machine's set, begun or gone on with; ValueError if another engine or machine began it."""
     here, engine = environment(torch.device("cpu")), engine_here()
-    folder = CPU / str(here["instructions"])
+    folder = CPU / re.sub(r"[^a-z0-9]+", "-", f"{here['instructions']} {here['cpu']}".lower()).strip("-")
     file = folder / "set.json"
     if fresh and folder.exists():
         for old in folder.iterdir():
@@ -434,10 +446,15 @@ def begin(*, fresh: bool) -> Path:
     rates = rates_here(torch.device("cpu"), torch.float32).chip("", math.inf)
     about = {
         "engine": engine, "date": datetime.date.today().isoformat(), "environment": here,
-        "gb_per_second": rates.bandwidth / 1e9, "gflops": rates.peak / 1e9, "seconds": {},
+        "gb_per_second": rates.bandwidth / 1e9, "gflops": rates.peak / 1e9, "parts": {},
     }  # fmt: skip
     write_whole(file, json.dumps(about, indent=1) + "\n")
     return folder
+
+
+def is_whole(found: Record) -> bool:
+    """Whether every point of a sweep was measured; other documents have none."""
+    return all(point.get("status", "measured") == "measured" for point in found.get("points", ()))
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -446,7 +463,7 @@ def measure(args: argparse.Namespace) -> int:
     for part in PARTS:
         out = folder / f"{part.name}.json"
         about = read(folder / "set.json")
-        if part.name in about["seconds"] or (args.only and part.name not in args.only):
+        if part.name in about["parts"] or (args.only and part.name not in args.only):
             continue
         if "LLAMA" in part.command and args.llama_bin is None:
             print(f"--- {part.name}: left out, there is no --llama-bin", flush=True)
@@ -457,11 +474,14 @@ def measure(args: argparse.Namespace) -> int:
         print(f"--- {part.name}: {shlex.join(argv[1:])}", flush=True)
         start = time.monotonic()
         code = subprocess.run(argv, check=False, cwd=ROOT).returncode
-        print(f"--- {part.name}: {time.monotonic() - start:.0f} s, exit code {code}", flush=True)
-        if code:
+        seconds = round(time.monotonic() - start)  # of its last run alone, if it went on
+        print(f"--- {part.name}: {seconds} s, exit code {code}", flush=True)
+        if engine_here() != about["engine"]:
+            raise ValueError(f"{', '.join(SOURCES)} changed while {part.name} was measured: --fresh begins anew")
+        if code or not is_whole(read(out)):
             failed += 1
             continue
-        about["seconds"][part.name] = round(time.monotonic() - start)  # of its last run alone, if it went on
+        about["parts"][part.name] = {"seconds": seconds, "command": part.shown}
         write_whole(folder / "set.json", json.dumps(about, indent=1) + "\n")
     return failed
 
@@ -484,6 +504,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for path in args.text:
                 path.open("rb").close()
             args.text = [path.resolve() for path in args.text]
+            args.llama_bin = args.llama_bin and args.llama_bin.resolve()
             failed = measure(args)
         for path in write_pages():
             print(f"written: {path.relative_to(ROOT)}")

@@ -188,7 +188,7 @@ def test_a_text_that_begins_to_repeat_is_soon_looked_up() -> None:
         assert simulate(dull, 3000, seed, then=same)[0] > 1.45 * same.plain
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 4, 16])
 def test_a_text_that_ceases_to_repeat_is_soon_looked_up_no_more(rows: int) -> None:
     """Refusals in a row tell it: by shares that fade alone a run made 0.81 of what was possible."""
     verify = {g: 1 + 0.07 * g for g in GAMMA_TIERS}

@@ -475,8 +475,8 @@ def test_a_document_stands_before_nothing_but_texts(refuses: Says, tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "drawn"),
     [
-        ([], (1.0, 0.05, 0.95, 400)),
-        (["--top-p", "0.5", "--seed", "3"], (1.0, 0.05, 0.5, 400)),
+        ([], (0.8, 0.03, 0.95, 400)),
+        (["--top-p", "0.5", "--seed", "3"], (0.8, 0.03, 0.5, 400)),
         (["--temperature", "0.4", "--max-new-tokens", "7"], (0.4, None, None, 7)),
         (["--temperature", "0"], (0.0, None, None, 400)),
     ],

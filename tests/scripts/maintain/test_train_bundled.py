@@ -16,7 +16,7 @@ from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, load_model, load_tokenizer, read_config
 from maintain import train_bundled
-from maintain.bundled_data import MIXTURES, Books, Kind, book_paths, skipped_positions
+from maintain.bundled_data import MIXTURES, Books, Kind, book_paths
 from maintain.train_bundled import RECIPES, Pieces, TrainingAttention
 from measuring.needles import DIGITS, needle, person, thing
 from tests.helpers import Refuses, whole_text_logits
@@ -86,13 +86,6 @@ def test_held_out_passages_never_reach_training_and_a_half_written_cache_is_neve
         assert tokens.passage(np.random.default_rng(0), 10, held_out=True).tolist() == [ord("!")] * 10
 
 
-def test_skipped_positions_rise_from_zero_and_stay_in_range() -> None:
-    for seed, (n, slack) in enumerate([(4, 0), (4, 5000), (65, 7), (300, 0), (300, 5000)] * 10):
-        pos = skipped_positions(np.random.default_rng(seed), n, n + slack)
-        assert pos.shape == (n,) and pos[0] == 0 and pos[-1] < n + slack
-        assert (np.diff(pos) >= 1).all() and (np.diff(pos) > 1).sum() <= 3
-
-
 def test_training_attention_and_its_gradients_are_those_of_plain_attention() -> None:
     q, k, v = (torch.randn(2, n, 300, 16, dtype=torch.float64).requires_grad_() for n in (4, 2, 2))
     ours, plain = (kv.attend(0, q, k, v, torch.arange(300)[None]) for kv in (TrainingAttention(), CausalSelf()))
@@ -101,14 +94,6 @@ def test_training_attention_and_its_gradients_are_those_of_plain_attention() -> 
     grads, theirs = (torch.autograd.grad((out.double() * weight).sum(), (q, k, v)) for out in (ours, plain))
     for grad, expected in zip(grads, theirs, strict=True):
         assert (grad - expected).norm() < 0.02 * expected.norm()
-
-
-def test_rewinding_the_log_drops_lost_steps_and_a_torn_line(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    log.write_text('{"step": 25}\n{"step": 50}\n{"step": 75}\n{"step": 1')
-    assert train_bundled.rewind_log(log, 50) == [{"step": 25}, {"step": 50}]
-    assert [json.loads(line) for line in log.read_text().splitlines()] == [{"step": 25}, {"step": 50}]
-    assert train_bundled.rewind_log(tmp_path / "none.jsonl", 0) == []
 
 
 def test_training_lowers_the_loss_and_logs_it(trained: Path) -> None:
@@ -129,14 +114,6 @@ def test_the_export_runs_in_the_engine_and_matches_the_checkpoint(trained: Path)
     engine = Engine.from_pretrained(folder, config)
     completion = engine.generate(["Clara Lockwood saw the"], SamplingParams(max_tokens=8, ignore_eos=True))[0]
     assert len(completion.tokens) == 8
-
-
-def test_more_tokens_on_resuming_train_further(books: Path, trained: Path, tmp_path: Path) -> None:
-    for name in ("checkpoint.pt", "tokenizer.model", "log.jsonl"):
-        shutil.copy(trained / name, tmp_path)
-    train_bundled.main([*flags(books, tmp_path), "--tokens", str(TOKENS + 1000)])
-    assert checkpoint(tmp_path)["step"] > checkpoint(trained)["step"]
-    assert checkpoint(tmp_path)["tokens"] >= TOKENS + 1000
 
 
 def test_a_new_run_starts_from_an_exported_model_and_leaves_a_checkpoint_where_no_time_is_left(
