@@ -42,7 +42,7 @@ class ProgressLine:
         self._bar: Any = None
         self._what = ""
         self._said = False  # that a long prefill begins
-        self._closed = threading.Event()
+        self._closed, self._ticked = threading.Event(), False
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show that this much of the total is done; what: the name of the work."""
@@ -55,7 +55,7 @@ class ProgressLine:
             self._bar = tqdm(
                 total=total, initial=done, desc=what, unit="", unit_scale=True, leave=False, delay=1.0, disable=None
             )
-            self._closed = threading.Event()
+            self._closed, self._ticked = threading.Event(), False
             if not self._bar.disable:
                 threading.Thread(target=self._tick, args=(self._bar, self._closed), daemon=True).start()
         self._bar.update(done - self._bar.n)
@@ -67,16 +67,17 @@ class ProgressLine:
         with tqdm.get_lock():
             self._closed.set()
         if self._bar is not None:
-            self._bar.clear()  # which close leaves to the first report
+            if self._ticked:
+                self._bar.clear()  # which close leaves to the first report
             self._bar.close()
         self._bar = None
 
-    @staticmethod
-    def _tick(bar: Any, closed: threading.Event) -> None:
+    def _tick(self, bar: Any, closed: threading.Event) -> None:
         while not closed.wait(1.0):
             with tqdm.get_lock():
                 if not closed.is_set():  # else it would stand there for good
                     bar.refresh(nolock=True)
+                    self._ticked = True
 
 
 @contextlib.contextmanager

@@ -226,7 +226,7 @@ def read_requests(
         if showpiece:  # so small a model repeats itself when greedy
             here = SHOWN_AT[args.model == "smollm2"]
             drawn |= here | {name: given for name in here if (given := getattr(args, name)) is not None}
-            drawn["seed"] = 1 if args.seed is None else args.seed
+            drawn["seed"] = args.seed or 0
     encoder = Encoder(tokenizer, args.chat, read_document(args.document), args.parse_special)
     common = config_of(SamplingParams, args, **drawn)
     if args.prompts is not None:

@@ -1,8 +1,7 @@
-"""Time plain decoding of one model in this engine, transformers and llama.cpp: same weights, prompt, dtype and threads.
+"""Time plain decoding of one model here, in transformers, llama.cpp and gpt-fast: same weights, prompt, dtype, threads.
 
     python scripts/peers.py                                   # the bundled model, everything that is installed
-    python scripts/peers.py --model FOLDER --contexts 512,8192 --batches 1,8 --json peers.json
-    python scripts/peers.py --model smollm2 --contexts 512,2000 --json peers.json   # or FILE.gguf
+    python scripts/peers.py --model FOLDER --contexts 512,8192 --batches 1,8 --json peers.json   # or FILE.gguf
     python scripts/peers.py --model smollm2 --contexts 512,4000 --llama-bin FOLDER --json speculation.json
 
 What is compared, and why it is fair:
@@ -21,7 +20,8 @@ What is compared, and why it is fair:
   its own dtype (where rounding may decide between near-equal logits: the gap there is shown).
 
 --llama-bin FOLDER, of llama.cpp's programs, times speculation instead, one row of a GGUF file: our int4 drafts and our
-n-gram lookup beside llama.cpp's lookups and its draft model: the file as it comes, or in Q4_0, for its weights in F16.
+n-gram lookup beside llama.cpp's lookups and its draft model (the file as it comes, or in Q4_0, for its weights in F16)
+and transformers' prompt lookup.
 Each mode runs alone first, twice: ours with 1 to 6 drafts, llama.cpp's with several. The best of each peer and plain
 decoding then take turns, a run of --new-tokens each, on a prompt whose keys are there. Time is that of the rounds, as
 the engine counts it, or llama.cpp's server. Drafts and tokens a round are over all rounds, also those without drafts.

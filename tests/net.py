@@ -2,7 +2,6 @@
 
     python tests/net.py --check [--only "snapkv"]    each difference is a line: cell, what, expected, got
     python tests/net.py --write                      freeze what this checkout does
-    python tests/net.py --time --beside CHECKOUT     times of a round here and there, in turns A B B A
 
 A cell is an engine that answers ragged prompts three times, and gives logits. Bits depend on the machine: where its
 mark is not the frozen one, cells in fp32 that are not compiled are compared by tokens, all others by counts alone.
@@ -17,7 +16,6 @@ import hashlib
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-CHECKOUT = Path(os.environ.get("NET_CHECKOUT", Path(__file__).resolve().parents[1]))  # whose engine runs
+CHECKOUT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(CHECKOUT)
 
@@ -53,7 +51,6 @@ bundled bf16 same compiled: off *, streaming *, quest, lookup, standalone, hiera
 ROWS = [row.split(": ") for row in re.split("; |\n", TABLE.strip())]
 STARRED = [f"{engine} {policy}" for engine, policies in ROWS for policy in policies.split(", ")]
 CELLS = {"avx2": [cell.removesuffix(" *") for cell in STARRED], "plain": [cell[:-2] for cell in STARRED if "*" in cell]}
-TIMED = "smollm2 1x512", "smollm2 8x2000", "bundled 1x512"
 TEXT = "Long ago a river ran past the town, and the miller counted sacks of flour: 12, then 34, then 56. Nobody asked "
 FILTERS = {"top_k": 20}, {"top_p": 0.9}, {"temperature": 0.0}, {"min_p": 0.05}  # of each row
 CALLS = {"greedy": [{}] * 4, "sampled": [{"temperature": 0.9}] * 4}
@@ -141,11 +138,9 @@ def differences(cell: str, expected: dict[str, Any], got: dict[str, Any], same_m
     return by, [f"{cell}: {name}: expected {a}, got {b}" for name, a, b in pairs if a != b]
 
 
-def child(*arguments: str, checkout: Path = CHECKOUT, **variables: str) -> Any:
-    """Start this program for the engine of a checkout, on one thread; its input and output are pipes."""
-    variables |= {"NET_CHECKOUT": str(checkout), "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-    return subprocess.Popen([sys.executable, __file__, *arguments], cwd=checkout, env=os.environ | variables, **pipes)
+def child(*arguments: str, **variables: str) -> Any:
+    command, env = [sys.executable, __file__, *arguments], {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=CHECKOUT, env=os.environ | variables | env, stdout=subprocess.PIPE, text=True)
 
 
 def measure_set(kind: str, only: str) -> None:
@@ -154,7 +149,7 @@ def measure_set(kind: str, only: str) -> None:
     for cell in (one for one in CELLS[kind] if only in one):
         try:
             print(json.dumps([cell, measure(cell)]), flush=True)
-        except Exception as error:  # the other cells are still of use
+        except Exception as error:  # others are still of use
             print(json.dumps([cell, {"error": f"{type(error).__name__}: {error}"}]), flush=True)
 
 
@@ -181,43 +176,13 @@ def run(only: str, write: bool) -> int:
     return int(bool(lines) or not said)
 
 
-def step(cell: str) -> None:
-    """For each line that is read, print the seconds of a round in a short run of this timed engine."""
-    model, rows, length, policy = re.split("[ x]", cell)
-    config = EngineConfig(batch_size=int(rows), max_seq_len=int(length) + 64, device="cpu")
-    draft = DraftConfig() if policy == "off" else DraftConfig(policy=policy, gamma=3)
-    engine, params = Engine.from_pretrained(model, config, draft), SamplingParams(max_tokens=16, ignore_eos=True)
-    prompts = [(engine.tokenizer.encode(TEXT) * 100)[: int(length)]] * int(rows)  # alike: prefilled once, then copied
-    engine.generate(prompts, params)
-    for _ in sys.stdin:
-        seconds, rounds = 0.0, 0
-        while seconds < 0.4:
-            engine.generate(prompts, params)
-            seconds, rounds = seconds + engine.stats.decode_seconds, rounds + engine.stats.rounds
-        print(seconds / rounds, flush=True)
-
-
-def compare_times(beside: Path, only: str) -> None:
-    """Print the median milliseconds of a round here and in another checkout, and the ratio, for each cell."""
-    for cell in (f"{one} {draft}" for one in TIMED for draft in ("off", "streaming") if only in f"{one} {draft}"):
-        times: dict[Any, list[float]] = {}
-        with child(f"--step={cell}") as ours, child(f"--step={cell}", checkout=beside.resolve()) as theirs:
-            for one in (ours, theirs, theirs, ours) * 3:
-                one.stdin.write("a run\n")
-                times.setdefault(one, []).append(1e3 * float(one.stdout.readline()))
-        here, there = map(statistics.median, times.values())
-        print(f"{cell:25} here {here:8.3f} ms, beside {there:8.3f} ms, ratio {here / there:.3f}", flush=True)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for flag in ("--write", "--check", "--time"):
+    for flag in ("--write", "--check"):
         parser.add_argument(flag, action="store_true")
-    for flag in ("--only", "--beside", "--set", "--step"):
+    for flag in ("--only", "--set"):
         parser.add_argument(flag, default="")
     asked = parser.parse_args()
-    if asked.set or asked.step:  # a child
-        sys.exit(measure_set(asked.set, asked.only) if asked.set else step(asked.step))
-    if asked.write + asked.check + asked.time != 1 or asked.time != bool(asked.beside) or (asked.write and asked.only):
-        parser.error("give --check or --write (of all cells), or --time with --beside CHECKOUT")
-    sys.exit(compare_times(Path(asked.beside), asked.only) if asked.time else run(asked.only, asked.write))
+    if not asked.set and (asked.write + asked.check != 1 or (asked.write and asked.only)):
+        parser.error("give --check, or --write, which freezes all cells")
+    sys.exit(measure_set(asked.set, asked.only) if asked.set else run(asked.only, asked.write))  # --set: a child

@@ -16,7 +16,7 @@ import pytest
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams, registry
 from gpt_fast_sd.round import Round
-from maintain import hero
+from maintain import results
 from tests.gpt_fast_sd.test_speculation import speculation_changes_nothing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,54 +106,12 @@ def test_a_command_of_a_page_has_the_flags_that_it_names(program: str, capsys: p
             assert named <= known, f"{page}: {' '.join(words)}"
 
 
-SWEEP, OLDER = "benchmarks/cpu/smollm2/sweep.json", "benchmarks/cpu/sweep/sweep.json"
-
-
-def test_the_plot_in_docs_is_that_of_the_sweep() -> None:
-    points = [point for point in json.loads(text_of(SWEEP))["points"] if point["temperature"] == 0.8]
-    assert hero.hero(points) == text_of("docs/hero.svg")
-
-
-def test_the_numbers_next_to_the_plot_are_those_of_the_sweep() -> None:
-    points = {(p["batch"], p["context"], p["temperature"]): p for p in json.loads(text_of(SWEEP))["points"]}
-    sampled, greedy = (points[16, 7500, temperature] for temperature in (0.8, 0.0))
-    first = text_of("README.md").split("## Run it")[0]
-    assert f"**{sampled['speedup']['steady']['median']:.2f}x**" in first
-    assert f"greedy {greedy['speedup']['steady']['median']:.2f}x" in first
-    share = sampled["speculative"]["kv_bytes_per_token"] / sampled["plain"]["kv_bytes_per_token"]
-    assert f"**{share:.0%}**".replace("%", " %") in first
-    compared = [p["lossless"] for p in points.values() if p["temperature"] == 0]
-    assert f"**{sum(c['equal'] for c in compared)} of {sum(c['rows'] for c in compared)}**" in first
-    more = json.loads(text_of(SWEEP.replace("sweep", "sweep_32")))["points"]
-    least = min(p["speedup"]["steady"]["median"] for p in (*points.values(), *more))
-    assert f"up to {1 - least:.0%}".replace("%", " %") in first
-
-
-def test_the_acceptance_in_readme_is_that_of_the_runs() -> None:
-    runs = [
-        {(r["policy"], r["budget"]): r["acceptance_rate"] for r in json.loads(text_of(page))["results"]}
-        for page in (f"benchmarks/cpu/smollm2/acceptance_7900_t{temperature}.json" for temperature in ("0", "0.8"))
-    ]
-    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", text_of("README.md"), re.M))
-    shown = {name: cells.split("|")[2].strip() for name, cells in rows.items()}
-    measured = {policy for policy, _ in runs[0]}
-    assert measured == {name for name, cell in shown.items() if cell}
-    for name in measured:
-        budget = 256 if (name, 256) in runs[0] else None
-        assert shown[name] == " / ".join(f"{100 * run[name, budget]:.0f}" for run in runs), name
-
-
-def test_the_speeds_in_readme_are_those_of_the_runs() -> None:
-    def speeds(page: str, third: str, *of: Any) -> dict[str, float]:
-        points = json.loads(text_of(page))["points"]
-        found = (p for p in points if (p["batch"], p["context"], p[third]) == of)
-        return {p["policy"]: p["speedup"]["steady"]["median"] for p in found}
-
-    newer, older = speeds(SWEEP, "temperature", 16, 7500, 0.8), speeds(OLDER, "gamma", 16, 16000, "auto")
-    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", text_of("README.md"), re.M))
-    for name, cells in rows.items():
-        shown = re.findall(r"[\d.]+x", cells.split("|")[3])
-        assert shown == [f"{run[name]:.2f}x" for run in (newer, older) if name in run], name
+def test_pages_of_results_readme_and_its_plot_are_what_the_newest_results_make() -> None:
+    for file in (ROOT / "benchmarks" / "cpu").glob("*/set.json"):
+        assert results.page(file.parent) == text_of(f"{file.parent}/README.md")
+    if folder := results.newest():  # none is whole: README tells nothing
+        assert results.front(folder, text_of("README.md")) == text_of("README.md")
+        assert text_of("docs/hero.svg") == text_of(f"{folder}/long.svg")
 
 
 def test_what_a_cpu_recorded_is_what_readme_says_of_it() -> None:
@@ -162,7 +120,6 @@ def test_what_a_cpu_recorded_is_what_readme_says_of_it() -> None:
     assert found
     said = re.search(r"docs/terminal\.svg\" alt=\"([^\"]*)\"", text_of("README.md"))
     assert said and all(number in said[1] for number in found.groups())
-    assert all(number in text_of("benchmarks/README.md") for number in found.groups())
 
 
 def test_what_readme_says_of_gpus_is_true() -> None:

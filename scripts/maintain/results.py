@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))  # where the other programs and their helpers lie
 
 from common import parser_of, refusing, started
+from gpt_fast_sd.fast import chosen
+from gpt_fast_sd.loading import sensible_threads
 from maintain.hero import hero
 from measuring.chips import rates_here
 from measuring.ledger import write_whole
 from measuring.machine import environment
-from measuring.points import shown_speedup
+from measuring.points import shown_speedup, speed_of
 from measuring.tables import Column, Table, number, shown
 
 PROGRAM, CPU = "results.py", ROOT / "benchmarks" / "cpu"
@@ -47,7 +49,7 @@ SOURCES = "gpt_fast_sd", "model", "tp"  # what an engine is
 Record = dict[str, Any]
 MODEL = "--model smollm2 --dtype bf16"
 DRAFTERS = "streaming,snapkv,quest,guided,early_exit,hierarchy,lookup"
-ACCEPTED = f"benchmark.py --sweep budget --pairs 0 {MODEL} --batch 3 --context 7500 --budget 64,256,1k --gamma 4 \
+ACCEPTED = f"benchmark.py --sweep budget --pairs 0 {MODEL} --batch 6 --context 4000 --budget 64,256,1k --gamma 4 \
 --max-new-tokens 48 --draft {DRAFTERS} --text TEXTS"
 QUALITY = "evaluate.py --model smollm2 --text TEXTS --dtype bf16 --compile --contexts 4096 --lengths 1024 --depths 0.5 \
 --n 2 --entries 16 --compared 256"
@@ -65,6 +67,11 @@ class Part:
     command: str
     section: Callable[[Record], list[str]] | None = None  # its lines; None: it stands in another one
     goes_on: bool = False  # its file holds what was measured so far
+
+    def here(self, instructions: str) -> Part:
+        """The same where there are instructions for bf16: then no mode of others is left out."""
+        has_bf16 = instructions in ("amx", "avx512_bf16")
+        return replace(self, command=self.command.replace(f" --without {SLOWER}", "")) if has_bf16 else self
 
     def argv(self, texts: Sequence[Path], llama: Path | None, out: Path) -> list[str]:
         """What is run."""
@@ -97,13 +104,12 @@ def where(row: Record) -> str:
 
 
 def who(point: Record) -> str:
-    """Who drafted in most rounds of a point, and in how many."""
+    """Who drafted in most rounds of the last run of a point, and the share of all rounds that drafted."""
     arms, n = [one for one in point.get("found", []) if one["rounds"]], sum(point["rounds_by_gamma"].values())
     drafted = 1 - point["rounds_by_gamma"].get("0", 0) / n
     if not arms or drafted < 0.01:
         return "nobody"
-    best = max(arms, key=lambda one: one["rounds"])
-    return f"{best['name']}, gamma {best['gamma']} ({drafted:.0%})"
+    return f"{max(arms, key=lambda one: one['rounds'])['name']} ({drafted:.0%})"
 
 
 def of_sweep(found: Record) -> list[str]:
@@ -116,11 +122,16 @@ def of_sweep(found: Record) -> list[str]:
 
     def at(t: float) -> list[Column]:
         name = "greedy" if t == 0 else f"T {t:g}"
+
+        def show(row: dict[float, Record], text: Callable[[Record], str]) -> str:
+            return text(row[t]) if t in row else "-"
+
         return [
-            Column(f"{name}: plain/s", lambda row: f"{row[t]['plain']['tokens_per_second']['steady']:.0f}"),
-            Column("steady", lambda row: ratio(shown_speedup(row[t]))),
-            Column("to the end", lambda row: f"{row[t]['speedup']['completion']['median']:.2f}x"),
-            Column("most drafts by", lambda row: who(row[t])),
+            Column(f"{name}: plain/s", lambda row: show(row, lambda p: shown(speed_of(p["plain"]), ".0f"))),
+            Column("steady", lambda row: show(row, lambda p: ratio(shown_speedup(p)))),
+            Column("to the end", lambda row: show(row, lambda p: f"{p['speedup']['completion']['median']:.2f}x")),
+            Column("most drafts by", lambda row: show(row, who)),
+            Column("distinct", lambda row: show(row, lambda p: f"{p['distinct_4grams']['plain']:.0%}")),
         ]
 
     columns += [column for t in temperatures for column in at(t)]
@@ -129,9 +140,11 @@ def of_sweep(found: Record) -> list[str]:
     said = (
         f"`auto` makes {min(ratios):.2f}x to {max(ratios):.2f}x of plain decoding; {sum(r >= 0.98 for r in ratios)} of "
         f"{len(ratios)} cells are at 0.98x or more. In brackets: the least and the greatest pair, and the share of "
-        f"rounds that drafted. {n_equal} of {n_rows} greedy rows equal plain decoding, token for token."
+        "rounds that drafted. Distinct: the share of 4-grams of plain texts; greedy ones of so small a model repeat "
+        f"themselves, which makes them easy to look up. {n_equal} of {n_rows} greedy rows equal plain decoding, token "
+        "for token."
     )
-    return [*Table(*columns).markdown(cells.values()), "", said]
+    return [*Table(*columns).markdown(cells[key] for key in sorted(cells)), "", said]
 
 
 def measured(found: Record) -> list[Record]:
@@ -154,8 +167,9 @@ def of_first(found: Record) -> list[str]:
         number("prefill, tokens/s", "prefill_tokens_per_second", ".0f"),
     )  # fmt: skip
     arms = [one for one in found.get("found", []) if one["rounds"]]
-    said = ", ".join(f"{one['name']} with gamma {one['gamma']} in {one['rounds']} rounds" for one in arms)
-    return [*table.markdown(rows), "", f"Drafts: {said or 'nobody'}."]
+    said = ", ".join(f"{one['name']} in {one['rounds']} rounds" for one in arms)
+    about = "Medians of three runs of each kind in turns; the prompt is a text whose form repeats"
+    return [*table.markdown(rows), "", f"{about}. Who drafted in the last one: {said or 'nobody'}."]
 
 
 def of_steps(found: Record) -> list[str]:
@@ -253,7 +267,13 @@ def of_peers(found: Record) -> list[str]:
     columns = [Column("context x batch", where), number("ceiling", "roofline_ms", ".2f")]
     columns += [*map(time_of, peers), *map(over_ours, peers[1:])]
     prefill = [number("context", "context", ","), *map(prefill_of, peers)]
-    said = "Milliseconds a step, medians (least), each peer's fastest mode. Prefill of one row, tokens/s:"
+    said = (
+        "Milliseconds a step, medians (least), of each peer the fastest mode that was timed; of the file as it comes "
+    )
+    said += "llama.cpp reads fewer bytes. "
+    absent = [f"{one['peer']} was not there" for one in found.get("skipped", [])]
+    said += " ".join(f"{one}." for one in [*absent, *found.get("failures", [])])
+    said += " Prefill of one row, tokens/s:"
     first = [next(cells) for _, cells in groupby(found["cells"], key=lambda cell: cell["context"])]
     return [*Table(*columns).markdown(found["cells"]), "", said, "", *Table(*prefill).markdown(first)]
 
@@ -267,6 +287,7 @@ def of_speculation(found: Record) -> list[str]:
         number("of its plain", "over_its_plain", ".2f", unit="x"),
         number("of our plain", "over_our_plain", ".2f", unit="x"),
         number("accepted", "accepted_share", ".0%"), number("tokens a round", "tokens_per_round", ".2f"),
+        number("tokens as its plain", "same_as_its_plain"),
     )  # fmt: skip
     rows = [{"context": cell["context"], **row} for cell in found["cells"] for row in cell["results"]]
     distinct = ", ".join(f"{cell['results'][0]['distinct_4grams']:.0%}" for cell in found["cells"])
@@ -331,8 +352,8 @@ def page(folder: Path) -> str:
         f"# {here['cpu']}, {here['instructions']}, {here['cores']} cores: {about['date']}", "",
         f"SmolLM2-135M in bf16, {here['threads']} threads, torch {here['torch'].partition('+')[0]}; the machine read "
         f"{about['gb_per_second']:.1f} GB/s and computed {about['gflops']:.0f} GFLOP/s in fp32 when this began. "
-        f"Written by `scripts/maintain/results.py`; [what the words mean](../../../docs/measure.md). Prompts are "
-        "stretches of books that no setting was tuned on.",
+        f"Written by `scripts/maintain/results.py`; [what the words mean](../../../docs/measure.md). Prompts of "
+        f"sweeps are stretches of books that no setting was tuned on. Engine {about['engine']}.",
     ]  # fmt: skip
     for heading, names in PAGE.items():
         if all(name in found for name in names):
@@ -357,14 +378,17 @@ def front(folder: Path, readme: str) -> str:
     about = read(folder / "set.json")
     here, place = about["environment"], folder.relative_to(ROOT).as_posix()
     plain, ours = (d["decode_tokens_per_second"] for d in (found["first"]["plain"]["stats"], found["first"]["stats"]))
-    made = {name: [shown_speedup(point)["median"] for point in measured(found[name])] for name in ("sweep", "long")}
+    made = {
+        name: [shown_speedup(point)["median"] for point in measured(found[name]) if point["temperature"]]
+        for name in ("sweep", "long")
+    }
     n_rows, n_equal = map(sum, zip(*(equal_rows(found[name]) for name in made), strict=True))
     equal = f"**{n_equal} of {n_rows}**"
     ends = {name: f"{min(ratios):.2f}x to {max(ratios):.2f}x" for name, ratios in made.items()}
     text = (
         f"On {here['cores']} cores of {here['cpu']} ({here['instructions']}), {about['date']}, the first command below "
         f"writes **{ours:.0f} tokens/s** where plain decoding writes {plain:.0f}: **{ours / plain:.2f}x**. The plot "
-        f"is of the bundled 8 M-parameter model at temperature 0.8: `--draft auto` makes {ends['long']} of plain "
+        f"is of the bundled 8 M-parameter model; at temperature 0.8 `--draft auto` makes {ends['long']} of plain "
         f"decoding; SmolLM2-135M, 1 to 8 rows of 512 to 7,500 tokens, {ends['sweep']}. {equal} greedy rows "
         f"equal plain decoding, token for token. [All figures]({place}/README.md)."
     )
@@ -429,6 +453,7 @@ def engine_here() -> str:
 
 def begin(*, fresh: bool) -> Path:
     """The folder of this machine's set, begun or gone on with; ValueError if another engine or machine began it."""
+    torch.set_num_threads(sensible_threads())  # as many as the programs take
     here, engine = environment(torch.device("cpu")), engine_here()
     folder = CPU / re.sub(r"[^a-z0-9]+", "-", f"{here['instructions']} {here['cpu']}".lower()).strip("-")
     file = folder / "set.json"
@@ -460,7 +485,7 @@ def is_whole(found: Record) -> bool:
 def measure(args: argparse.Namespace) -> int:
     """Run what is missing -> the number of parts that failed."""
     folder, failed = begin(fresh=args.fresh), 0
-    for part in PARTS:
+    for part in (one.here(chosen().name) for one in PARTS):
         out = folder / f"{part.name}.json"
         about = read(folder / "set.json")
         if part.name in about["parts"] or (args.only and part.name not in args.only):

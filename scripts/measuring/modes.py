@@ -367,7 +367,7 @@ class BySize(Mode):
         measured = self.listed(found)
         rates = measured[-1]["machine"]
         print(f"the machine reads {rates['bandwidth'] / 1e9:,.1f} GB/s and computes {rates['peak'] / 1e9:,.0f} GFLOP/s")
-        capturing = sum(r.get("capture_seconds", 0.0) for r in measured)  # files of before it was told have none
+        capturing = sum(r["capture_seconds"] for r in measured)  # files of before it was told have none
         if capturing:
             print(f"capturing rounds as CUDA graphs took {capturing:.1f} s, which are in no speed above")
         lengths = lengths_of(measured)

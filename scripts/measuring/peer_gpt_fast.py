@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt_fast_sd.model import ModelConfig
 
@@ -28,8 +30,8 @@ class GptFast:
         """ImportError if there is no clone; folder: weights in Hugging Face's layout."""
         if not (source := os.environ.get(FOLDER)):
             raise ImportError(f"{FOLDER} does not name a folder")
-        if config.head_dim * config.n_heads != config.dim:
-            raise ValueError(f"gpt-fast's heads have dim / n_heads dims, {config.dim // config.n_heads}, not these")
+        if config.head_dim * config.n_heads != config.dim or config.rope_scaling:
+            raise ValueError("gpt-fast's heads have dim / n_heads dims, and positions that are not scaled")
         sys.path.insert(0, source)
         for name in ("generate", "model", "tokenizer"):  # ours have such names, too
             sys.modules.pop(name, None)
@@ -43,7 +45,8 @@ class GptFast:
             self.model = theirs.Transformer(shape)
         self.model.load_state_dict(weights(folder, config), assign=True)
         self.model.to(dtype=dtype).eval()
-        self.chunk, self.notes = chunk, f"of {source}, its step compiled by mode reduce-overhead"
+        commit = subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        self.chunk, self.notes = chunk, f"commit {commit.stdout[:12] or 'unknown'}, compiled by mode reduce-overhead"
 
     def reserve(self, batch: int, capacity: int) -> None:
         """Forget graphs and, with the next prompt, caches: shapes are static."""
@@ -68,8 +71,9 @@ class GptFast:
 
     @torch.no_grad()
     def step(self) -> list[int]:
-        """As its loop does: what a step gives is copied before the next one."""
-        found = self.compiled(self.model, self.tokens, self.position, temperature=0.0)[0]
+        """As its loop does: with that attention, and what a step gives is copied before the next one."""
+        with sdpa_kernel(SDPBackend.MATH):
+            found = self.compiled(self.model, self.tokens, self.position, temperature=0.0)[0]
         self.tokens, self.position = found.view(-1, 1).clone(), self.position + 1
         return cast(list[int], self.tokens[:, 0].tolist())
 

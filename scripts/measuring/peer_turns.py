@@ -27,7 +27,7 @@ INSTALL = {
     "ours": "pip install -e .",
     "transformers": "pip install transformers",
     "transformers-compiled": "pip install transformers (and a C++ compiler for torch.compile)",
-    "gpt-fast": "git clone https://github.com/pytorch-labs/gpt-fast, name its folder by GPT_FAST, pip install tiktoken",
+    "gpt-fast": "github.com/pytorch-labs/gpt-fast at 32971d3, in a folder that GPT_FAST names; pip install tiktoken",
     "llama.cpp": 'CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python gguf',
 }
 INSTALL["llama.cpp-file"] = INSTALL["llama.cpp"]

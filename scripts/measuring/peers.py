@@ -143,22 +143,22 @@ class Transformers:
     def decode(self, tokens: list[int], n: int) -> Decoded:
         """n greedy tokens by its own generate, after a prompt [S] whose keys are there; rounds are its passes."""
         self.prefill(tokens[:-1])
-        passes, prepare = [0], type(self.model).prepare_inputs_for_generation
+        passes, prepare = list[int](), type(self.model).prepare_inputs_for_generation
 
         def prepared(ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any) -> Any:
-            passes[0] += 1  # by lookup its first pass takes the whole prompt again, whatever the cache holds
+            # by lookup its first pass would take the whole prompt again, whatever the cache holds
             n_new = next_sequence_length or ids.shape[1] - self.cache.get_seq_length()
+            passes.append(n_new)
             return prepare(self.model, ids, next_sequence_length=n_new, **kwargs)
 
         self.model.prepare_inputs_for_generation = prepared
+        self.model.generation_config.eos_token_id = None  # the text's end is never chosen
         how = {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
         started, prompt = time.perf_counter(), torch.tensor([tokens])
-        found = self.model.generate(
-            prompt, past_key_values=self.cache, do_sample=False, min_new_tokens=n, max_new_tokens=n, **how
-        )
-        seconds, rounds = time.perf_counter() - started, passes[0]
+        found = self.model.generate(prompt, past_key_values=self.cache, do_sample=False, max_new_tokens=n, **how)
+        seconds, rounds = time.perf_counter() - started, len(passes)
         new = cast(list[int], found[0, len(tokens) :].tolist())
-        return Decoded(tokens=new, seconds=seconds, rounds=rounds, drafted=self.lookup * rounds, accepted=n - rounds)
+        return Decoded(tokens=new, seconds=seconds, rounds=rounds, drafted=sum(passes) - rounds, accepted=n - rounds)
 
     def _choose(self, logits: Tensor) -> list[int]:
         self.logits = logits[:, -1].float()

@@ -501,17 +501,7 @@ def test_a_report_holds_the_texts_and_rounds_of_the_first_run(prints: Says, tmp_
     prompts, page, record = tmp_path / "in.jsonl", tmp_path / "run.html", tmp_path / "run.json"
     prompts.write_text('{"prompt": "It was a dark night"}\n{"prompt": "Two", "max_tokens": 4}\n')
     page.write_text("an older page")
-    argv = [
-        "--prompts",
-        str(prompts),
-        "--report",
-        str(page),
-        "--json",
-        str(record),
-        "--compare",
-        "--draft",
-        "streaming",
-    ]
+    argv = f"--prompts {prompts} --report {page} --json {record} --compare --draft streaming".split()
     out = prints(*argv, "--temperature", "0.7", "--seed", "1")
     run, told = run_in(page), json.loads(record.read_text())
     for request, completion in zip(run["requests"], told["completions"], strict=True):

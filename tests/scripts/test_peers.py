@@ -185,7 +185,7 @@ def test_transformers_speculates_by_lookup_and_says_what_it_says_plainly() -> No
     plain, drafted = told
     assert plain.tokens == drafted.tokens and len(plain.tokens) == 12
     assert (plain.rounds, plain.accepted, plain.drafted) == (12, 0, 0)
-    assert drafted.rounds < 12 and drafted.accepted == 12 - drafted.rounds and drafted.drafted == 3 * drafted.rounds
+    assert drafted.rounds < 12 and drafted.accepted == 12 - drafted.rounds and 0 < drafted.drafted <= 3 * drafted.rounds
 
 
 def test_gpt_fast_has_the_same_weights_by_other_names_and_rotates_neighbours(tmp_path: Path) -> None:

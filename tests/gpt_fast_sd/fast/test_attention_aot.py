@@ -1,7 +1,6 @@
 """Attention compiled for GPUs that are not there: no spills, tensor cores, wide copies that run ahead.
 
 Over caches in the queries' dtype, in bytes, and in planes of nibbles.
-
 Shapes: B batch, T tokens in this call, S keys in view, G query heads per kv head, H head dim.
 """
 
@@ -93,6 +92,7 @@ def assert_built_well(
 
 
 SHAPES = [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP16), (64, FP32), (128, FP32), (256, FP32)]
+OF_OTHERS = [(128, BF16), (256, BF16), (128, FP32)]  # for devices that take the tables of another
 OF_SPARSE = [(64, FP16), (96, FP16), (256, FP16), (96, FP32)]
 CACHES = [(None, 0, [80, 90, *OTHERS]), (INT8, 0, [80, 90]), (PLANES, 0, [80, 89, 90]), (PLANES, TAIL, [80, 89, 90])]
 # what the ordinary run builds, of 128 dims in bf16: operator, device, query rows of a kv head, what a cache holds, tail
@@ -111,7 +111,8 @@ def entries() -> Iterator[Any]:
     """Every entry of the tables, most of them in the slow run."""
     for op, (held, tail, caps) in itertools.product((*FEW, *MANY, "sparse"), CACHES):
         shapes = SHAPES[:3] if held else SHAPES + OF_SPARSE * (op == "sparse")
-        for (head_dim, dtype), cap in itertools.product(shapes, caps):
+        built = [(*shape, cap) for shape in shapes for cap in caps if cap not in OTHERS or shape in OF_OTHERS]
+        for head_dim, dtype, cap in built:
             size, block_h = 1 if held else dtype.itemsize, {96: 128}.get(head_dim, head_dim)
             tiles = decode_triton.CONFIGS[triton_common.family(cap), size, block_h][1]
             for n_rows in tiles if op in FEW else (1024,) if op in MANY else (4, 32, 136):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from maintain import hero, record
-from tests.helpers import Printed
+from maintain import hero, record, results
+from tests.helpers import DATA, Printed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -101,3 +101,16 @@ def test_a_plot_has_a_line_for_each_batch_and_its_title_says_what_it_shows() -> 
     svg = hero.hero(SWEEP)
     assert svg.count("<polyline") == 4 and svg.count("<circle") == len(SWEEP)
     assert "at 4,000 tokens: 16 rows 1.16x, 4 rows 1.04x, 2 rows 1.02x, 1 rows 1.01x</title>" in svg
+
+
+def test_a_page_of_results_tells_what_was_measured_and_nothing_of_a_part_that_is_not_whole(tmp_path: Path) -> None:
+    sweep = json.loads((DATA / "sweep.json").read_text())
+    del sweep["points"][0]  # of a cell one temperature is left
+    here = sweep["environment"] | {"instructions": "avx2", "cores": 2}
+    about = {"environment": here, "date": "today", "engine": "x", "gb_per_second": 1.0, "gflops": 1.0}
+    (tmp_path / "set.json").write_text(json.dumps(about | {"parts": {"sweep": {"command": "    a command"}}}))
+    for name in ("sweep", "long"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(sweep))
+    page = results.page(tmp_path)
+    assert page.count("\n## ") == 1 and "    a command" in page and "| 7,500 x 16 |" in page and "| - | - |" in page
+    assert results.is_whole(sweep) and not results.is_whole({"points": [{"status": "failed"}]})

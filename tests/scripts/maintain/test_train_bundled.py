@@ -116,15 +116,6 @@ def test_the_export_runs_in_the_engine_and_matches_the_checkpoint(trained: Path)
     assert len(completion.tokens) == 8
 
 
-def test_a_new_run_starts_from_an_exported_model_and_leaves_a_checkpoint_where_no_time_is_left(
-    books: Path, trained: Path, tmp_path: Path
-) -> None:
-    train_bundled.main([*flags(books, tmp_path), "--init-from", str(trained / "model"), "--minutes", "0"])
-    assert checkpoint(tmp_path)["step"] == 0
-    for name in ("tokenizer.model", "model/model.safetensors"):
-        assert (tmp_path / name).read_bytes() == (trained / name).read_bytes()
-
-
 def test_the_export_can_be_measured_and_described(books: Path, trained: Path, tmp_path: Path) -> None:
     measured, written = tmp_path / "measured.json", tmp_path / "card.md"
     for book in books.iterdir():

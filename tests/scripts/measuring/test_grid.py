@@ -12,7 +12,7 @@ import torch
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.tp import Parallel
 from measuring import grid
-from measuring.grid import COMMON, Point, Setting, buildable, draft_label, groups, has_a_model, settings_of
+from measuring.grid import Point, Setting, buildable, draft_label, groups, has_a_model, settings_of
 from measuring.modes import Mode
 from tests.helpers import ByteTokenizer, few, random_ids, tiny_model
 
@@ -60,12 +60,6 @@ def test_a_field_that_no_policy_of_a_measurement_uses_is_refused() -> None:
         buildable(settings[:1], [4], {"exit_layers": 1})
     with pytest.raises(ValueError, match="draft_model does nothing for streaming and hierarchy"):
         buildable(settings_of(["streaming", "hierarchy"], [64]), [4], {"draft_model": "bundled"})
-
-
-def test_what_points_of_a_file_have_in_common_has_a_default() -> None:
-    assert grid.in_common({"page": 32, "batch": 4}) == COMMON | {"page": 32}
-    assert COMMON["page"] == DraftConfig().page and COMMON["exact"] is EngineConfig().exact
-    assert COMMON["top_k"] is SamplingParams().top_k
 
 
 @pytest.mark.parametrize(
