@@ -6,7 +6,7 @@
 
 Each part is a command that anybody can type (the page shows it) and one JSON file in benchmarks/cpu/SET, which is named
 after the kernels that the CPU has (docs/cpu.md). A set is of one engine: files of another one are refused, --fresh
-forgets them. When all parts are there their page is written, and from the newest whole set README's figures and plot.
+forgets them. A page tells the parts that are there, README what the newest set that has them says.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ PAGE: dict[str, tuple[str, ...]] = {  # headings, and the parts below each
     "The same to 16,000 tokens, the bundled model of 8 M parameters": ("long",),
     "Acceptance over the budget": ("accepted_greedy", "accepted_sampled"), "Where a step's time goes": ("steps",),
     "Fewer bits: speed": ("precision",), "Fewer bits: what they cost": ("int8_cache", "int8_weights", "int4_weights"),
-    "Lossless": ("proof",), "Next to others: plain decoding": ("peers",),
+    "Lossless": ("proof",), "Next to others: plain decoding": ("peers",), "The same, the bundled model": ("peers_bundled",),
     "Next to others: speculation, one row": ("speculation",),
 }  # fmt: skip
 
