@@ -327,8 +327,8 @@ PAGE: dict[str, tuple[str, ...]] = {  # headings, and the parts below each
     "The same to 16,000 tokens, the bundled model of 8 M parameters": ("long",),
     "Acceptance over the budget": ("accepted_greedy", "accepted_sampled"), "Where a step's time goes": ("steps",),
     "Fewer bits: speed": ("precision",), "Fewer bits: what they cost": ("int8_cache", "int8_weights", "int4_weights"),
-    "Lossless": ("proof",), "Next to others: plain decoding": ("peers",), "The same, the bundled model": ("peers_bundled",),
-    "Next to others: speculation, one row": ("speculation",),
+    "Lossless": ("proof",), "Next to others: plain decoding": ("peers",),
+    "The same, the bundled model": ("peers_bundled",), "Next to others: speculation, one row": ("speculation",),
 }  # fmt: skip
 
 
