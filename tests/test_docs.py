@@ -109,9 +109,9 @@ def test_a_command_of_a_page_has_the_flags_that_it_names(program: str, capsys: p
 def test_pages_of_results_readme_and_its_plot_are_what_the_newest_results_make() -> None:
     for file in (ROOT / "benchmarks" / "cpu").glob("*/set.json"):
         assert results.page(file.parent) == text_of(f"{file.parent}/README.md")
-    if folder := results.newest():  # none is whole: README tells nothing
-        assert results.front(folder, text_of("README.md")) == text_of("README.md")
-        assert text_of("docs/hero.svg") == text_of(f"{folder}/long.svg")
+    folder = results.newest()
+    assert folder and results.front(folder, text_of("README.md")) == text_of("README.md")
+    assert text_of("docs/hero.svg") == text_of(f"{folder}/long.svg")
 
 
 def test_what_a_cpu_recorded_is_what_readme_says_of_it() -> None:

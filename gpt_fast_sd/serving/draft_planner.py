@@ -24,7 +24,7 @@ from .gamma_planner import (
     Steps,
     StepTimes,
     rising,
-)  # fmt: skip
+)
 
 MOST_ARMS = 64
 TRYING = 0.012  # share of a run that tries may lose
@@ -177,9 +177,8 @@ class DraftPlanner:
         drafting(gamma): seconds of drafting a token. beside: those of a plain step now, on many keys.
         """
         planner, verify = self.of[i], self.of[i].verify
-        slower = max(LEAST, beside()) / self.plain.verify[0](
-            many
-        )  # the machine, than when the target's steps were timed
+        # the machine, than when the target's steps were timed
+        slower = max(LEAST, beside()) / self.plain.verify[0](many)
         took = {g: drafting(g) / slower for g in {self.tiers[1], max(self.tiers)}}
         planner.calibrate(lambda g, n: (took.get(g, 0.0), 0.0), many, many, None, steps)
         planner.verify = verify

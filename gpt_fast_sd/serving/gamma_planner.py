@@ -120,10 +120,7 @@ class GammaPlanner:
         self._trials = [0.0] * max(self.tiers, default=0)
         self._accepted = [0.0] * len(self._trials)
         self._faded = 1.0  # what of these still counts
-        self._refused, self._luck = (
-            0.0,
-            1.0,
-        )  # of the trials of first drafts, the last ones in a row; the chance of that
+        self._refused, self._luck = 0.0, 1.0  # first drafts in a row among these trials, and the chance of that
 
     def calibrate(
         self, measure: Measure, few: int, many: int, selecting: Selecting | None = None, steps: Steps | None = None

@@ -15,6 +15,7 @@ import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
 
 # isort: split
 import argparse
+import ast
 import datetime
 import json
 import math
@@ -39,7 +40,7 @@ from gpt_fast_sd.fast import chosen
 from gpt_fast_sd.loading import sensible_threads
 from maintain.hero import hero
 from measuring.chips import rates_here
-from measuring.ledger import write_whole
+from measuring.ledger import short_name, write_whole
 from measuring.machine import environment
 from measuring.points import shown_speedup, speed_of
 from measuring.tables import Column, Table, number, shown
@@ -430,14 +431,11 @@ def write_pages() -> Iterable[Path]:
 
 
 def engine_here() -> str:
-    """A name of the sources that an engine is of: git's, of the commit; ValueError where they were changed since."""
-    git = ["git", "-C", str(ROOT)]
-    if subprocess.run([*git, "status", "--porcelain", "--", *SOURCES], capture_output=True, check=True).stdout:
-        raise ValueError(f"{', '.join(SOURCES)} hold changes that are not committed: results name the engine's commit")
-    trees = [*git, "rev-parse", *(f"HEAD:{source}" for source in SOURCES)]
-    return "-".join(
-        tree[:10] for tree in subprocess.run(trees, capture_output=True, text=True, check=True).stdout.split()
-    )
+    """A short name of the sources that an engine is of: of Python's by their syntax, without layout and comments."""
+    listed = subprocess.run(["git", "ls-files", *SOURCES], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [file for name in sorted(listed.split()) if not (file := ROOT / name).is_symlink() and file.suffix != ".md"]
+    parts = [ast.dump(ast.parse(f.read_bytes())).encode() if f.suffix == ".py" else f.read_bytes() for f in files]
+    return short_name(b"\0".join(parts))
 
 
 def begin(*, fresh: bool) -> Path:
