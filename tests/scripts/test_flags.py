@@ -99,7 +99,7 @@ def test_what_is_typed_is_what_the_configuration_holds(program: str, config: typ
         typed = [*typed, "--draft", heeding[name]]
     if name in ("cheap", "draft_tp"):
         typed += ["--draft-model", "bundled"]
-    rest = {} if config is DraftConfig else {"max_seq_len": 99, "batch_size": 1, "temperature": 0.0}
+    rest = {} if config is DraftConfig else {"max_seq_len": 99, "batch_size": 1, "temperature": 0.0, "max_tokens": 8}
     left_open = {field.name for field in flags.public(config)} - {name}
     made = flags.config_of(config, parse([*needed, *typed]), **{key: rest[key] for key in rest.keys() & left_open})
     assert getattr(made, name) == value
