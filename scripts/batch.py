@@ -459,12 +459,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             job = prepare(args, at_end)
             engine = job.engine() if job.left else None
             writer = Writer(job.begin(), job.files.mine(job.files.rejects), ordered=args.order == "input")
-        parallel, started, n_tokens = job.parallel, time.perf_counter(), 0
+        parallel, n_tokens, seconds = job.parallel, 0, 0.0
         try:
             if engine is not None:
-                n_tokens = work(job, engine, writer)
+                n_tokens, seconds = work(job, engine, writer)
             writer.close()
-            counts = parallel.gather([(parallel.dp_rank, n_tokens)])  # all replicas are done
+            done = parallel.gather([(parallel.dp_rank, (n_tokens, seconds))])  # all replicas are
             if parallel.is_main:
                 job.files.merge(ordered=args.order == "input")
         except (EngineFailed, OSError) as error:
@@ -472,12 +472,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 writer.close()
             stop(error)
     if parallel.is_main:
-        seconds = time.perf_counter() - started
-        report(job.files, sum(counts or []), seconds, under_torchrun=parallel.mesh is not None)
+        counts, times = zip(*done or [(0, 0.0)], strict=True)
+        report(job.files, sum(counts), max(times), under_torchrun=parallel.mesh is not None)
 
 
-def work(job: Job, engine: Engine, writer: Writer) -> int:
-    """Continue this replica's lines, with a progress bar; return how many tokens that gave."""
+def work(job: Job, engine: Engine, writer: Writer) -> tuple[int, float]:
+    """Continue this replica's lines, with a progress bar -> how many tokens that gave, and in how many seconds."""
     if engine.compiled and job.parallel.is_main:
         print("compiling (up to two minutes the first time, cached afterwards) ...", file=sys.stderr, flush=True)
     if job.parallel.is_main:
@@ -487,13 +487,14 @@ def work(job: Job, engine: Engine, writer: Writer) -> int:
     name = "prompts" if job.parallel.dp == 1 else f"prompts of replica 1 of {job.parallel.dp}"
     disable = None if job.parallel.is_main else True
     with tqdm(total=n_done + job.left, initial=n_done, desc=name, unit="prompt", disable=disable) as bar:
-        return run(engine, job.share, job.done, job.reader, writer, bar)
+        started = time.perf_counter()  # all steps are compiled
+        return run(engine, job.share, job.done, job.reader, writer, bar), time.perf_counter() - started
 
 
 def report(files: Files, n_tokens: int, seconds: float, *, under_torchrun: bool) -> None:
     """Summarize the outputs in a sentence or two; exit code 4 if lines were rejected, see the top."""
     n_done, n_rejected = (sum(1 for _ in indices(path)) for path in (files.output, files.rejects))
-    speed = f"; {n_tokens:,} tokens in this run, {n_tokens / seconds:,.0f} per second" if n_tokens else ""
+    speed = f"; {n_tokens:,} tokens in this run, {n_tokens / seconds:,.1f} per second" if n_tokens else ""
     print(f"{n_done:,} prompts continued in {files.output}{speed}")
     if n_rejected:
         print(f"{n_rejected:,} lines were rejected: {files.rejects} says which and why")

@@ -54,7 +54,7 @@ from gpt_fast_sd.model import load_tokenizer, read_config
 from measuring import grid, modes, plots, prompts
 from measuring.grid import draft_fields, has_a_model, known_drafters
 from measuring.ledger import Record, complete, read_document
-from measuring.modes import ByBudget, ByPrecision, BySize, Job, Lossless, Mode, describe
+from measuring.modes import ByBudget, ByPrecision, BySize, Job, Lossless, describe
 from measuring.points import lengths_of
 
 PROGRAM = "benchmark.py"
@@ -255,8 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.plots is not None and args.plots.exists() and not args.plots.is_dir():
             raise ValueError(f"--plots needs a folder, and {args.plots} is a file")
         job = prepare(args)
-        kinds = {"size": BySize, "budget": ByBudget, "precision": ByPrecision, "lossless": Lossless}
-        mode: Mode = kinds[args.mode](job)
+        mode = {"size": BySize, "budget": ByBudget, "precision": ByPrecision, "lossless": Lossless}[args.mode](job)
     with job.parallel.guard():
         found = mode.run()
     job.parallel.close()

@@ -433,6 +433,7 @@ class ByBudget(Mode):
     def report(self, found: list[Record]) -> None:
         if not found:
             raise NothingMeasured("no policy could be measured; the reasons are above")
+        print("", self.table.head, *map(self.line, found), sep="\n")
         if not self.job.args.pairs:
             print("no pairs: each point was decoded once to count acceptance, and nothing was timed")
         else:
