@@ -118,18 +118,18 @@ class Engine:
 
         The target's steps stay compiled, and its slots keep their prompts, which are not prefilled again.
         """
-        self._access.require_idle()
         if not isinstance(draft, DraftConfig):
             raise ValueError(f"draft must be a DraftConfig, got {draft!r:.80}")
-        plan = self._plan_of(draft, draft_model, self.cache.format)
-        plan.added_to(self._plan).check_added(free_memory(self.device, held=self._plan.total))
-        before, cfg = self.schedule.rounds, self.config
-        rounds = rounds_for(plan.system.draft, draft_model, self.target, self.state, before.capture, self.parallel, cfg)
-        before.forget()  # even if something else still refers to them
-        rounds.keep_steps(before)
-        self.draft, self._plan = draft, replace(plan, weights=self._plan.weights)
-        self.schedule.use(rounds)
-        self._compile_seconds = None
+        with self._access.alone():
+            plan, cfg = self._plan_of(draft, draft_model, self.cache.format), self.config
+            plan.added_to(self._plan).check_added(free_memory(self.device, held=self._plan.total))
+            old = self.schedule.rounds
+            new = rounds_for(plan.system.draft, draft_model, self.target, self.state, old.capture, self.parallel, cfg)
+            old.forget()  # even if something else still refers to them
+            new.keep_steps(old)
+            self.draft, self._plan = draft, replace(plan, weights=self._plan.weights)
+            self.schedule.use(new)
+            self._compile_seconds = None
 
     def _plan_of(
         self, draft: DraftConfig, draft_model: Transformer | None, held: CacheFormat | None = None
@@ -180,10 +180,10 @@ class Engine:
 
         ValueError if it is not a policy, or if it reads another engine's cache.
         """
-        self._access.require_idle()
-        self.schedule.rounds.set_policy(policy)
-        self.schedule.use(self.schedule.rounds)
-        self._compile_seconds = None
+        with self._access.alone():
+            self.schedule.rounds.set_policy(policy)
+            self.schedule.use(self.schedule.rounds)
+            self._compile_seconds = None
 
     @property
     def replay(self) -> Override | None:
@@ -193,8 +193,8 @@ class Engine:
     @replay.setter
     def replay(self, replay: Override | None) -> None:
         """Set the override."""
-        self._access.require_idle()
-        self.schedule.rounds.set_replay(replay)
+        with self._access.alone():
+            self.schedule.rounds.set_replay(replay)
 
     # ---------------------------------------------------------------- the public calls
 

@@ -46,35 +46,42 @@ class Access:
         require_current(self.device)
 
     @contextlib.contextmanager
-    def at_work(self, schedule: Schedule) -> Iterator[None]:
-        """No other call may be made meanwhile; afterwards every slot is free, whatever happened.
-
-        If the device itself failed, the engine is unusable from then on and says so.
-        """
+    def alone(self) -> Iterator[None]:
+        """No other call may be made meanwhile, see require_idle."""
         self.require_idle()
-        ended_well = False
         if not self._working.acquire(blocking=False):
             raise RuntimeError(BUSY)
         try:
             self.require_open()  # another thread may have closed it meanwhile
             yield
-            ended_well = True
-        except GeneratorExit:
-            ended_well = True
-            raise
-        except torch.AcceleratorError as error:
-            if not is_of_capturing(error) and getattr(error, "error_code", None) != OUT_OF_MEMORY:
-                self.failure = _first_line(error)
-            raise
         finally:
+            self._working.release()
+
+    @contextlib.contextmanager
+    def at_work(self, schedule: Schedule) -> Iterator[None]:
+        """The same for work on prompts; afterwards every slot is free, whatever happened.
+
+        If the device itself failed, the engine is unusable from then on and says so.
+        """
+        with self.alone():
+            ended_well = False
             try:
-                schedule.clear(everything=not ended_well)  # it may have failed while a slot was being taken
-            except Exception as error:
-                self.failure = self.failure or _first_line(error)
-                if ended_well:  # else the first error says more
-                    raise RuntimeError(self._broken) from error
+                yield
+                ended_well = True
+            except GeneratorExit:
+                ended_well = True
+                raise
+            except torch.AcceleratorError as error:
+                if not is_of_capturing(error) and getattr(error, "error_code", None) != OUT_OF_MEMORY:
+                    self.failure = _first_line(error)
+                raise
             finally:
-                self._working.release()
+                try:
+                    schedule.clear(everything=not ended_well)  # it may have failed while a slot was being taken
+                except Exception as error:
+                    self.failure = self.failure or _first_line(error)
+                    if ended_well:  # else the first error says more
+                        raise RuntimeError(self._broken) from error
 
     def close(self, schedule: Schedule) -> None:
         """End work in progress and free captured rounds, once."""
