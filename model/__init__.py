@@ -21,7 +21,7 @@ from .files.checkpoint import (
     save_hugging_face,
 )
 from .files.reading import CheckpointError, gguf_parts, parse_json, read_json
-from .files.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from .files.tokenizer import StreamDecoder, Tokenizer, difference, load_tokenizer
 from .llama import Attention, Block, FeedForward, RMSNorm, Transformer
 from .rope import rope_frequencies
 
@@ -49,6 +49,7 @@ __all__ = [
     "Weights",
     "as_int8",
     "as_planes",
+    "difference",
     "find_downloaded",
     "gguf_parts",
     "load_model",

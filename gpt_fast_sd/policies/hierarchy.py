@@ -113,9 +113,9 @@ class HierarchyDraft(DraftPolicy):
         view = build_view(config, name, middle)
         cheap: LookupDraft | StandaloneDraft = LookupDraft(target, config.ngram)
         if cheap_view:
-            runner = drafter(beside(target, draft_model, draft_group), config.quantize, tokens=None)
+            runner = drafter(beside(target, draft_model, draft_group, config), config.quantize, tokens=None)
             # the middle level's own token comes between the cheap drafts and the target's: one more may lag
-            cheap = StandaloneDraft(runner, build_view(config, cheap_view[0], runner), target.group, lag=3)
+            cheap = StandaloneDraft(runner, build_view(config, cheap_view[0], runner), target, lag=3)
             cheap.stream = CHEAP_STREAM
         return cls(middle, view, name, cheap)
 

@@ -20,7 +20,7 @@ from gpt_fast_sd.model import KV, SPLIT, ModelConfig, Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy, ModelDraft
 from gpt_fast_sd.serving.requests import Completion, RoundEvent, TokenEvent
 from gpt_fast_sd.state import BatchState, RoundPlan
-from tests.drafts import MIXTURES, POLICIES, VIEWS, draft_of
+from tests.drafts import MIXTURES, POLICIES, VIEWS, draft_of, given
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, entries, nearly, prefilled, tokens_of
 from tests.helpers import ahead, few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
 
@@ -191,7 +191,7 @@ PARAMS = [SamplingParams(max_tokens=6 + 5 * i % 17, ignore_eos=i % 4 == 1) for i
 def speculator(name: str, gamma: int | str = 4, config: ModelConfig | None = None, **settings: Any) -> Engine:
     """An eager engine of 3 slots around the tiny model of that config, with that policy."""
     model, draft = tiny_model(config or tiny_config(eos_ids=EOS_IDS)), draft_of(name, gamma)
-    theirs = nearly(model, by=0.03) if draft.draft_model else None
+    theirs = given(name, nearly(model, by=0.03)) if draft.draft_model else None
     return tiny_engine(draft, theirs, model=model, **{"batch_size": 3, "max_seq_len": 320} | settings)
 
 
@@ -264,7 +264,8 @@ def test_accounts_add_up(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", few([*POLICIES, *MIXTURES], ["streaming", "lookup", "standalone", "hierarchy, guided"])
+    "name",
+    few([*POLICIES, *MIXTURES], ["streaming", "lookup", "standalone", *MIXTURES]),
 )
 def test_a_seed_fixes_a_rows_tokens_with_any_gamma_alone_and_in_a_batch(name: str) -> None:
     kinds = [{"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}, {}, {"temperature": 1.2, "top_p": 0.8}]
