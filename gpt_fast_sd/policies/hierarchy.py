@@ -32,7 +32,7 @@ from .costs import ModelSteps
 from .lookup import LookupDraft
 from .model_draft import build_view
 from .policy import DraftPolicy, OwnPrefill, RoundHooks, View
-from .standalone import StandaloneDraft, beside
+from .standalone import StandaloneDraft, beside, view_of_its_own
 
 Count = TypeVar("Count", int, Tensor)
 
@@ -115,7 +115,7 @@ class HierarchyDraft(DraftPolicy):
         if cheap_view:
             runner = drafter(beside(target, draft_model, draft_group, config), config.quantize, tokens=None)
             # the middle level's own token comes between the cheap drafts and the target's: one more may lag
-            cheap = StandaloneDraft(runner, build_view(config, cheap_view[0], runner), target, lag=3)
+            cheap = StandaloneDraft(runner, view_of_its_own(config, runner), target, lag=3)
             cheap.stream = CHEAP_STREAM
         return cls(middle, view, name, cheap)
 

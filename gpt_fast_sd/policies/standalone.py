@@ -36,6 +36,12 @@ def view_of_model(draft: DraftConfig) -> str:
     return (draft.view if draft.policy == "standalone" else None) or "streaming"
 
 
+def view_of_its_own(draft: DraftConfig, runner: Runner) -> View:
+    """That view; where rows may have more tokens than the model has positions, one whose sinks are turned."""
+    is_short = runner.cache.max_seq_len > runner.model.config.n_positions
+    return build_view(draft, view_of_model(draft), runner, TurnedSinksView if is_short else None)
+
+
 def beside(target: Runner, model: Transformer | None, group: Group, draft: DraftConfig) -> Runner:
     """A draft model and a cache for it with the target's slots and seq_len; ValueError if none fits.
 
@@ -118,8 +124,7 @@ class StandaloneDraft(ModelDraft):
     ) -> StandaloneDraft:
         """Build a draft from the draft model, through a view of its own cache."""
         runner = drafter(beside(target, draft_model, draft_group, config), config.quantize, tokens=None)
-        name = view_of_model(config)
-        return cls(runner, build_view(config, name, runner), target)
+        return cls(runner, view_of_its_own(config, runner), target)
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:

@@ -18,11 +18,8 @@ class StreamingView(ListAndWindowView):
 
     @classmethod
     def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> StreamingView:
-        """Sinks and window of a budget; for a model with fewer positions than rows may have, its sinks are turned."""
-        from .turned_sinks import TurnedSinksView  # a class of this one's
-
-        made = cls if runner.cache.max_seq_len <= runner.model.config.n_positions else TurnedSinksView
-        return made(runner, budget=config.budget, n_sink=config.n_sink, max_new=max_new)
+        """Sinks and window of a budget."""
+        return cls(runner, budget=config.budget, n_sink=config.n_sink, max_new=max_new)
 
     @classmethod
     def least_budget(cls, config: DraftConfig) -> int:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import KV, CacheLayer, Transformer
-from gpt_fast_sd.model.rope import apply_rope, rope_cos_sin
+from gpt_fast_sd.model import KV, CacheLayer, Transformer, apply_rope, rope_cos_sin
 
 from ..bodies import CORE, Bodies
 from ..kv import ListedKV

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import comparing
 from gpt_fast_sd.config import EngineConfig
-from measuring import comparing
 from tests.helpers import Patch
 
 
