@@ -5,8 +5,8 @@
     torchrun --nproc_per_node=8 scripts/batch.py in.jsonl out.jsonl --model meta-llama/Llama-3.1-8B --tp 2
 
 A line of the input is {"prompt": text or [token ids]} or {"messages": [{"role": ..., "content": ...}]}; it may have an
-id, which comes back with its output, and set max_tokens, temperature, top_k, top_p, min_p, seed, stop or ignore_eos for
-itself. Blank lines are skipped. A line of the output is
+id, which comes back with its output, and set max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos or
+max_drafts for itself. Blank lines are skipped. A line of the output is
 
     {"index": line of the input from 0, "id": ..., "tokens": [...], "text": ..., "finish_reason": ..., "stats": {...}}
 

@@ -14,7 +14,7 @@ from inputs.sources import OURS, as_ours, prompts_of
 from measuring.prompts import read_text
 
 Record = dict[str, Any]
-PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "max_drafts")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Encoder:
 
     def record(self, record: object, where: str) -> list[int]:
         """The prompt of one JSONL line."""
-        allowed, record = {*OURS, *PER_PROMPT}, as_ours(record, where, self.fields)
+        allowed, record = {*OURS, *PER_PROMPT, "speculate"}, as_ours(record, where, self.fields)
         if len({*OURS} & set(record)) != 1:
             raise ValueError(f"{where} must be a JSON object with exactly one of prompt, tokens and messages")
         if unknown := sorted(set(record) - allowed):
@@ -90,8 +90,15 @@ def naming(where: str) -> Iterator[None]:
 
 
 def own(record: Record) -> Record:
-    """The sampling parameters that a line sets for itself, if its form is ours."""
-    return {key: record[key] for key in PER_PROMPT if key in record and not record.keys().isdisjoint(OURS)}
+    """The sampling parameters that a line sets for itself, if its form is ours; speculate false: max_drafts 0."""
+    if record.keys().isdisjoint(OURS):
+        return {}
+    found = {key: record[key] for key in PER_PROMPT if key in record}
+    if "speculate" in record:
+        if not isinstance(record["speculate"], bool) or "max_drafts" in record:
+            raise ValueError(f"speculate must be true or false, without max_drafts, got {record['speculate']!r:.60}")
+        found |= {} if record["speculate"] else {"max_drafts": 0}
+    return found
 
 
 def read_document(path: Path | None) -> str:

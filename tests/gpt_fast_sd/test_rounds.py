@@ -31,9 +31,10 @@ PROMPTS = [random_ids(n, seed=n) for n in LENGTHS]
 EOS_IDS = tuple(range(8, 256, 17))
 GREEDY = [SamplingParams(max_tokens=12 + 9 * i % 25, ignore_eos=i % 3 == 0) for i in range(len(PROMPTS))]
 MIXED = [
-    SamplingParams(max_tokens=14, temperature=(0.0, 1.0, 0.8)[i % 3], top_k=40 if i == 4 else None, seed=i)
+    SamplingParams(max_tokens=14, temperature=(0.0, 1.0, 0.8)[i % 3], top_k=40 if i == 4 else None, seed=i,
+                   max_drafts=(None, None, 0, 1)[i % 4])
     for i in range(len(PROMPTS))
-]
+]  # fmt: skip
 
 
 def engine(name: str, *, gamma: int | str = 3, **changes: Any) -> Engine:

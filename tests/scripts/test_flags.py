@@ -59,6 +59,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {  # by the name of a field, or of its
     "seed": (["--seed", "7"], 7),
     "stop": (["--stop", "a", "--stop", "b"], ["a", "b"]),
     "ignore_eos": (["--ignore-eos"], True),
+    "max_drafts": (["--max-drafts", "2"], 2),
 }
 FIELDS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config) if field.init]
 
