@@ -587,9 +587,17 @@ _SPLITS = {  # how each pre-tokenizer cuts a text into words: each pattern cuts 
     "smollm": (r"\p{N}", _GPT_2_WORDS),
     "llama-bpe": (_LLAMA_3_PATTERN,),
     "qwen2": (_LLAMA_3_PATTERN.replace("{1,3}", ""),),
+    "tekken": (  # a letter that is not a to z, then one that is not A to Z: as llama.cpp writes its classes
+        r"[^\r\n\p{L}\p{N}]?((?=\p{L})[^a-z])*((?=\p{L})[^A-Z])+|[^\r\n\p{L}\p{N}]?((?=\p{L})[^a-z])+((?=\p{L})[^A-Z])*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     "gpt-2": (_GPT_2_WORDS,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
+_SPLITS |= dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe"), _SPLITS["llama-bpe"])
+_SPLITS["deepseek-r1-qwen"] = _SPLITS["qwen2"]
+# those that take a word whole that is a token, and put BOS before a text
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"}
 
 
 def _load_from_gguf(path: Path, config: ModelConfig) -> Tokenizer | None:
@@ -644,7 +652,7 @@ class _Vocabulary:
         names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
         ids = {name: header.token(f"tokenizer.ggml.{name}_token_id", unsaid.get(name)) for name in names}
         add_bos = header.yes(
-            "tokenizer.ggml.add_bos_token", is_llama or header.text("tokenizer.ggml.pre") == "llama-bpe"
+            "tokenizer.ggml.add_bos_token", is_llama or header.text("tokenizer.ggml.pre") in _WHOLE_WORDS
         )
         notes = _Notes(
             folder=header.path,
@@ -711,7 +719,7 @@ class _BytePairTokenizer(_BytesTokenizer):
                 models.BPE(
                     vocab={text: i for i, text in enumerate(texts) if kinds[i] != _UNUSED},
                     merges=merges,
-                    ignore_merges=cut == "llama-bpe",
+                    ignore_merges=cut in _WHOLE_WORDS,
                 )
             )
         except Exception as error:  # the library raises plain Exception

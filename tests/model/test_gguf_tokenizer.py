@@ -84,7 +84,29 @@ def test_byte_pairs_have_llama_cpps_ids_for_every_way_to_cut(cut: str | None, tm
     assert sum(ids == expected for ids in CUTS.values()) == 1  # each has ids of its own
 
 
-@pytest.mark.parametrize(("cut", "kind", "n"), [("llama-bpe", 1, 1), ("llama-bpe", 5, 3), ("qwen2", 1, 3)])
+@pytest.mark.parametrize(("cut", "alike"), [
+    ("deepseek-r1-qwen", "qwen2"), ("tekken", "qwen2"),  # of these texts
+    *((name, "llama-bpe") for name in ("llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe")),
+])  # fmt: skip
+def test_other_names_cut_as_llama_cpp_has_them_cut(cut: str, alike: str, tmp_path: Path) -> None:
+    tokenizer = load(write(tmp_path / "model.gguf", pre=cut))
+    assert [tokenizer.encode(text, bos=False) for text in TEXTS] == CUTS[alike]
+    assert (tokenizer.bos_id is not None) == ((alike == "llama-bpe" and cut != "smaug-bpe") or cut == "tekken")
+
+
+@pytest.mark.parametrize(("cut", "begins"), [("tekken", [69, 78, 78, 33, 64, 81]), ("qwen2", [69, 78, 680, 64, 81])])
+def test_tekken_cuts_where_large_letters_follow_small_ones(cut: str, begins: list[int], tmp_path: Path) -> None:
+    pairs = FOUND["byte pairs"]
+    changes = {"tokens": [*pairs["tokens"][:-1], "oB"], "token_type": [*pairs["kinds"][:-1], 1]}
+    merges = ["o B", *pairs["merges"]]
+    ids = load(write(tmp_path / "model.gguf", pre=cut, merges=merges, **changes)).encode("fooBar HelloWORLDs éÉa ÀÉ")
+    rest = [220, 656, 54, 46, 49, 43, 35, 82, 220, 486, 127, 231, 64, 220, 127, 222, 127, 231]
+    assert ids[cut == "tekken" :] == [*begins, *rest]  # llama.cpp's
+
+
+@pytest.mark.parametrize(("cut", "kind", "n"), [
+    ("llama-bpe", 1, 1), ("llama-bpe", 5, 3), ("qwen2", 1, 3), ("tekken", 1, 1), ("falcon3", 1, 1), ("smaug-bpe", 1, 3),
+])  # fmt: skip
 def test_llama_3_takes_a_word_that_is_a_used_token_whole(cut: str, kind: int, n: int, tmp_path: Path) -> None:
     tokens, kinds = [*FOUND["byte pairs"]["tokens"]], [*FOUND["byte pairs"]["kinds"]]
     tokens[-1], kinds[-1] = "qzq", kind  # no merge leads there
@@ -155,7 +177,7 @@ def test_a_chat_is_what_the_files_template_makes_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"pre": "tekken"}, "pre is 'tekken', but it must be one of smollm, llama-bpe, qwen2, gpt-2, default"),
+        ({"pre": "viking"}, "pre is 'viking', but it must be one of smollm, llama-bpe, qwen2, tekken, gpt-2"),
         ({"model": "bert"}, "model is 'bert', but it must be 'llama' (sentencepiece) or 'gpt2' (byte pairs)"),
         ({"merges": ["no such"]}, "tokenizer.ggml.merges is damaged: "),
         ({"merges": 7}, "tokenizer.ggml.merges is 7, but it must be a list of texts"),
