@@ -223,7 +223,8 @@ def draw(document: Record, subject: str, path: Path) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of("plan.py", __doc__)
     add = parser.add_argument
-    add("--model", metavar="M", help="a preset, by its hub id; bundled, smollm2, a model folder, a GGUF file")
+    add("--model", metavar="M", help="a preset, by its hub id; bundled, smollm2, a model folder, a GGUF file; "
+        f"of others {', '.join(forecast.OTHERS)}")  # fmt: skip
     add("--draft-model", metavar="M", help="the same for a standalone draft")
     add("--device", metavar="NAME", help=f"{', '.join(CHIPS)}; or this, which is measured")
     add("--bandwidth", metavar="GB/s", type=float, help="that memory was seen to give, in place of a data sheet's")
@@ -233,6 +234,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--per-node", metavar="N", type=positive, default=8, help="devices in a machine (default: 8)")
     add("--link", metavar="GB/s", type=float, help="each way between devices of a machine (default: as published)")
     add("--network", metavar="GB/s", type=float, help="each way between machines, for each device")
+    others = "of a model that the engine does not run"
+    add("--full-layers", metavar="N", type=int, help=f"{others}: layers that attend to everything (default: all)")
+    add(
+        "--window",
+        metavar="N",
+        type=int,
+        help=f"{others}: entries that other layers read (default: 0, linear attention)",
+    )
+    add("--experts", metavar="ALL/OWN", type=experts, help=f"{others}: of a layer, and of a token, as in 32/4")
+    add("--kv-link", metavar="GB/s", type=float, help="of a link behind which the cache lies, but for what drafts read")
     add("--batch", metavar="N,N", type=sizes, default=[1, 8], help="rows (default: 1,8)")
     add("--context", metavar="N,N", type=sizes, help="tokens of each, k for thousands (default: 8k, or what fits)")
     add("--max-new-tokens", metavar="N", type=positive, default=512, help="that a row grows by (default: 512)")
@@ -270,12 +281,26 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def experts(text: str) -> tuple[int, int]:
+    """How many there are, and how many a token has: "32/4"."""
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"expected how many there are and a token has, as in 32/4; got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
 def system_of(args: argparse.Namespace) -> System:
     chip, kind = forecast.chip_for(args.device, TORCH_DTYPES[args.dtype], args.bandwidth, args.flops, args.memory)
+    given = {name: found for name in ("full_layers", "window", "experts") if (found := getattr(args, name)) is not None}
+    if args.kv_link is not None:
+        if not 0 < args.kv_link < math.inf:
+            raise ValueError(f"--kv-link must be a positive number of GB/s, got {args.kv_link:g}")
+        given["kv_link"] = args.kv_link * 1e9
     return System(
         model=forecast.shape_of(args.model), chip=chip, device=kind, dtype=args.dtype, kv_dtype=args.kv_dtype,
         draft_model=forecast.shape_of(args.draft_model) if args.draft_model else None, quantize=args.quantize,
         ranks=forecast.ranks_for(chip, args.tp, args.per_node, args.link, args.network), room=args.max_new_tokens,
+        **(forecast.OTHERS.get(args.model, (None, {}))[1] | given),
     )  # fmt: skip
 
 

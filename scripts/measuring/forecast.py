@@ -28,15 +28,52 @@ from measuring.chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chi
 from measuring.grid import Setting, draft_fields
 from measuring.ledger import Record, complete, read_document
 from measuring.replay import PROFILES
-from measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, Efficiency, Forecast, Refresh, step_seconds
+from measuring.roofline import (
+    EXPECTED,
+    IDEAL,
+    PRACTICAL,
+    Conditions,
+    Efficiency,
+    Forecast,
+    Refresh,
+    step_cost,
+    step_seconds,
+)
 
 Chances = Sequence[float]  # that the first, second, ... draft of a round is kept if those before it were
 Alpha = float | Chances  # the same for all, or for each
 ESTIMATES = {"roofline": IDEAL, "good": PRACTICAL, "expected": EXPECTED}
 
 
+# Models that the engine does not run, by their config.json: what plan.py can say of them. Biases, gates, shared experts
+# and the states of linear attention are left out, which are little.
+_GPT_OSS = ModelConfig(
+    vocab_size=201088, dim=2880, n_layers=24, n_heads=64, n_kv_heads=8, head_dim=64, ffn_dim=2880, max_seq_len=131072
+)
+OTHERS: dict[str, tuple[ModelConfig, Record]] = {
+    "openai/gpt-oss-20b": (_GPT_OSS, {"full_layers": 12, "window": 128, "experts": (32, 4)}),
+    "openai/gpt-oss-120b": (
+        replace(_GPT_OSS, n_layers=36), {"full_layers": 18, "window": 128, "experts": (128, 4)},
+    ),
+    "google/gemma-3-27b-pt": (
+        ModelConfig(
+            vocab_size=262208, dim=5376, n_layers=62, n_heads=32, n_kv_heads=16, head_dim=128, ffn_dim=21504,
+            max_seq_len=131072, tie_embeddings=True,
+        ), {"full_layers": 10, "window": 1024},
+    ),
+    "Qwen/Qwen3-Next-80B-A3B": (
+        ModelConfig(
+            vocab_size=151936, dim=2048, n_layers=48, n_heads=16, n_kv_heads=2, head_dim=256, ffn_dim=512,
+            max_seq_len=262144,
+        ), {"full_layers": 12, "window": 0, "experts": (512, 10)},
+    ),
+}  # fmt: skip
+
+
 def shape_of(model: str) -> ModelConfig:
     """The shape of a preset (no file is read), of "bundled", of "smollm2", of a folder or of a GGUF file."""
+    if model in OTHERS:
+        return OTHERS[model][0]
     if model in PRESETS or not (model in ("bundled", "smollm2") or Path(model).exists()):
         return preset(model)
     return read_config(locate(model))
@@ -83,8 +120,21 @@ class System:
     draft_model: ModelConfig | None = None
     ranks: Ranks | None = None
     room: int = 512
+    # of a target that the engine does not run, see roofline.Conditions
+    full_layers: int | None = None
+    window: int = 0
+    experts: tuple[int, int] | None = None
+    kv_link: float | None = None
 
     def __post_init__(self) -> None:
+        if self.full_layers is not None and not 0 <= self.full_layers <= self.model.n_layers:
+            raise ValueError(f"full layers must be from 0 to the model's {self.model.n_layers}, got {self.full_layers}")
+        if self.window and self.full_layers is None:
+            raise ValueError(f"a window of {self.window:,} is for models of which some layers attend to everything")
+        if self.experts and not 1 <= self.experts[1] <= self.experts[0]:
+            raise ValueError(
+                f"experts are ALL/OWN, of which a token has at least 1 and at most all, got {self.experts}"
+            )
         local_config(self.model, self.tp)  # refuses a model that ranks cannot share
         self._require(self.quantize, self.model, self.tp)
 
@@ -102,7 +152,10 @@ class System:
 
     def conditions(self, efficiency: Efficiency = IDEAL) -> Conditions:
         """Of every step of the target: quantizing leaves the output's weights as they are."""
-        own = self._unquantized(self.model, self.ranks, efficiency)
+        own = replace(
+            self._unquantized(self.model, self.ranks, efficiency), full_layers=self.full_layers, window=self.window,
+            experts=self.experts, kv_link=self.kv_link,
+        )  # fmt: skip
         weight = self._weight_bytes(self.quantize, self.model, self.tp) if self.quantize else own.weight_bytes
         return replace(own, weight_bytes=weight, precision=self.quantize)
 
@@ -209,6 +262,8 @@ class System:
 
     def memory(self, draft: DraftConfig, batch: int, context: int) -> tuple[int, str | None]:
         """Bytes on each chip by an engine's memory plan, and None or, if they do not fit, advice on what would."""
+        if self.full_layers is not None or self.experts or self.kv_link:
+            return self._memory_of_others(batch, context)
         config, device = self.config(batch, context), torch.device(self.device)
         have = None if math.isinf(self.chip.memory) else int(self.chip.memory)
         size, on_cuda = TORCH_DTYPES[self.dtype].itemsize, self.device == "cuda"
@@ -232,6 +287,14 @@ class System:
         except ValueError as error:
             return plan.total, str(error).rpartition("; ")[2]
         return plan.total, None
+
+    def _memory_of_others(self, batch: int, context: int) -> tuple[int, str | None]:
+        """The same of a model that no engine plans: weights of all experts, and the keys and values that it keeps."""
+        under, model = self.conditions(), self.model
+        everyone = step_cost(model, 10**9 if self.experts else 1, 1, 0, under).weight_bytes
+        kept = 0.0 if self.kv_link else step_cost(model, batch, 1, context + self.room, under).kv_bytes
+        total = int(everyone + kept)
+        return total, None if total <= self.chip.memory else "by weights, keys and values alone; take fewer rows"
 
     def break_even(self, draft: DraftConfig, chances: Alpha, batch: int, e: Efficiency = IDEAL) -> int | None:
         """The shortest context at which drafting is faster than plain decoding; None: at none within the model's."""

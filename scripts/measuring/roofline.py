@@ -10,6 +10,9 @@ one counts (Williams et al. 2009, "Roofline"; for speculation MagicDec, arXiv 24
     F_lin = 2 P B T / tp                         F_att = 4 L N H context B T / tp
     T(T, context) = max(W / bandwidth, F_lin / peak) + max(KV / bandwidth, F_att / peak) + fixed costs + collectives
 
+Where only some layers attend to everything the others count for a window, where a layer has experts those that are
+read by the tokens of all rows, and where the cache lies behind a link plain decoding and verification wait for that.
+
 Three sets of rates and fixed costs: the ideal, what good public kernels reach, and what is expected of ours. None of
 them was measured with this code on a chip.
 
@@ -119,6 +122,9 @@ class Conditions:
     weight_bytes, kv_bytes: bytes of one weight, and of one element of a key or value (2 for bf16). head_bytes: of one
     weight of the output; None: like any other. precision: of quantized weights, by name. more_kernels: of a layer whose
     cache is of bytes. tp: ranks that hold the model together. efficiency: what kernels reach.
+    full_layers: layers that attend to everything, None: all; the others read a window (0: they keep no keys).
+    experts: of a layer's feed-forward part, and how many of them a token has. kv_link: bytes per second of what stands
+    between the chip and the whole cache, whose part for drafts it holds itself.
     """
 
     weight_bytes: float = 2.0
@@ -129,6 +135,22 @@ class Conditions:
     tp: int = 1
     all_reduce: AllReduce = free
     efficiency: Efficiency = IDEAL
+    full_layers: int | None = None
+    window: int = 0
+    experts: tuple[int, int] | None = None
+    kv_link: float | None = None
+
+    def entries(self, config: ModelConfig, context: float) -> float:
+        """Entries that a row's query reads in all layers, for each kv head."""
+        full = config.n_layers if self.full_layers is None else self.full_layers
+        return full * context + (config.n_layers - full) * min(context, self.window)
+
+    def experts_read(self, n_tokens: float) -> float:
+        """Experts of a layer that some of n_tokens has, each of which has its own: expected."""
+        if self.experts is None:
+            return 1.0
+        n, own = self.experts
+        return float(n * (1 - (1 - own / n) ** n_tokens))
 
     @property
     def of_head(self) -> float:
@@ -140,14 +162,20 @@ AS_IT_IS = Conditions()
 
 def step_cost(config: ModelConfig, batch: int, n_tokens: int, context: float, under: Conditions = AS_IT_IS) -> StepCost:
     """The cost of feeding n_tokens to each of batch rows that attend to `context` entries each."""
-    params, head, positions = linear_params(config), config.vocab_size * config.dim, context * batch
-    heads = config.n_layers * config.head_dim  # a factor of both sums over heads
+    params, head, entries = (
+        linear_params(config),
+        config.vocab_size * config.dim,
+        under.entries(config, context) * batch,
+    )
+    expert = config.n_layers * 3 * config.dim * config.ffn_dim  # one of each layer, which params has
+    read = params + expert * (under.experts_read(batch * n_tokens) - 1)
+    used = params + expert * ((under.experts or (1, 1))[1] - 1)
     n_kv_heads = max(1.0, config.n_kv_heads / under.tp)  # per rank: with fewer of them than ranks some hold the same
     return StepCost(
-        weight_bytes=(under.weight_bytes * (params - head) + under.of_head * head) / under.tp,
-        kv_bytes=2 * heads * n_kv_heads * under.kv_bytes * positions,
-        linear_flops=2 * params * batch * n_tokens / under.tp,
-        attention_flops=4 * heads * config.n_heads * positions * n_tokens / under.tp,
+        weight_bytes=(under.weight_bytes * (read - head) + under.of_head * head) / under.tp,
+        kv_bytes=2 * config.head_dim * n_kv_heads * under.kv_bytes * entries,
+        linear_flops=2 * used * batch * n_tokens / under.tp,
+        attention_flops=4 * config.head_dim * config.n_heads * entries * n_tokens / under.tp,
     )
 
 
@@ -161,7 +189,8 @@ def step_seconds(
     """
     cost, e = step_cost(config, batch, n_tokens, context, under), under.efficiency
     handed_on = merged_bytes(config, batch, n_tokens, context, e.split, mass_page) / under.tp if e.split else 0.0
-    linear, attend = _seconds(cost, chip, under, handed_on)
+    whole = bool(mass_page) or attention == "dense"
+    linear, attend = _seconds(cost, chip, under, handed_on, link=under.kv_link if whole else None)
     gaps = kernels(config, "mass" if mass_page else attention, under.more_kernels) * e.kernel_seconds
     fixed = config.n_layers * (e.layer_seconds + e.attention_seconds) + e.step_seconds
     return linear + attend + gaps + fixed + collective_seconds(config, batch * n_tokens, under)
@@ -174,14 +203,20 @@ def collective_seconds(config: ModelConfig, n_tokens: int, under: Conditions) ->
     return counts.get("all_reduce", 0) * under.all_reduce(row * n_tokens) + best
 
 
-def _seconds(cost: StepCost, chip: Chip, under: Conditions, handed_on: float = 0.0) -> tuple[float, float]:
-    """Seconds of linear layers and of attention, which also moves what is handed on: the longer of bytes and sums."""
+def _seconds(
+    cost: StepCost, chip: Chip, under: Conditions, handed_on: float = 0.0, link: float | None = None
+) -> tuple[float, float]:
+    """Seconds of linear layers and of attention, which also moves what is handed on: the longest of bytes and sums.
+
+    link: what the keys and values come over.
+    """
     e = under.efficiency
     rate = chip.bandwidth * e.linear_bandwidth * e.narrow.get(str(under.precision), 1.0)
     linear = max(cost.weight_bytes / rate, cost.linear_flops / (chip.peak * e.linear_peak))
     attention = max(
         (cost.kv_bytes + handed_on) / (chip.bandwidth * e.attention_bandwidth),
         cost.attention_flops / (chip.peak * e.attention_peak),
+        cost.kv_bytes / link if link else 0.0,
     )
     return linear, attention
 
@@ -222,7 +257,7 @@ def refresh_seconds(
     """Seconds of refreshing per round in which each of batch rows grows by this many tokens."""
     rows, e = min(refresh.at_once, batch), under.efficiency
     cost = step_cost(config, rows, refresh.n_observed, context, under)
-    linear, attention = _seconds(cost, chip, under)
+    linear, attention = _seconds(cost, chip, under, link=under.kv_link)
     gaps = kernels(config, more=under.more_kernels) * e.kernel_seconds + config.n_layers * (
         e.layer_seconds + e.attention_seconds
     )

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import plan as program
 from gpt_fast_sd import DraftConfig, registry
 from gpt_fast_sd.loading.memory import LAYER_NODES, MORE_NODES
-from gpt_fast_sd.model import ModelConfig, preset
+from gpt_fast_sd.model import PRESETS, ModelConfig, preset
 from gpt_fast_sd.policies import View
-from measuring import roofline
+from measuring import forecast, roofline
 from measuring.chips import CHIPS, Chip, Link, Ranks, chip_named, chip_of, measure, nvlink
 from measuring.forecast import Kept, System, compare, default_policies, shape_of
 from measuring.replay import PROFILES
@@ -634,3 +635,57 @@ def test_drafts_without_a_budget_and_over_a_draft_model_are_compared(tmp_path: P
     found = {one["policy"]: one for one in points}
     assert list(found) == [policy for policy, _ in names] and all(one["speedup"] > 0 for one in points)
     assert "hierarchy/standalone 64" in comparison(points, "a sweep")
+
+
+# ---- models that the engine does not run -----------------------------------------------------------------------------
+
+
+def test_layers_with_a_window_read_no_more_and_experts_of_other_tokens_are_read_too() -> None:
+    dense = on_h200()
+    windowed = replace(dense, full_layers=8, window=1000)
+    long = [system.conditions().entries(system.model, 32_000) for system in (dense, windowed)]
+    assert long == [32 * 32_000, 8 * 32_000 + 24 * 1000]
+    assert windowed.conditions().entries(windowed.model, 500) == 32 * 500  # a draft's budget is below the window
+    sparse = replace(dense, experts=(8, 2))
+    under, model = sparse.conditions(), dense.model
+    assert [round(under.experts_read(n), 3) for n in (1, 2, 1000)] == [2.0, 3.5, 8.0]
+    cost, one = step_cost(model, 1, 1, 0, under), step_cost(model, 1, 1, 0)
+    expert = 2 * 32 * 3 * model.dim * model.ffn_dim
+    assert cost.weight_bytes - one.weight_bytes == pytest.approx(expert)
+    assert cost.linear_flops - one.linear_flops == pytest.approx(expert)
+    far = replace(dense, kv_link=50e9)
+    kv = step_cost(model, 4, 1, 32_000).kv_bytes / 50e9
+    assert far.plain(4, 32_000) == pytest.approx(kv, rel=0.05) and far.plain(4, 32_000) > dense.plain(4, 32_000)
+    best = far.best(STREAMING, 0.8, 4, 32_000)
+    assert best.draft_seconds == dense.best(STREAMING, 0.8, 4, 32_000).draft_seconds
+
+
+def test_the_page_of_plans_says_what_the_model_gives_for_others(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DATA.parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
+    number = r"([\d.]+)( !)? \|"
+    row = rf"^\| (\S+?)(, cache behind 50 GB/s)? \|.*?\| (\d) \| {number} {number} {number}$"
+    rows = re.findall(row, page, re.M)
+    assert len(rows) == 6
+    for name, link, tp, *shown in rows:
+        model = next(one for one in (*PRESETS, *forecast.OTHERS) if one.rpartition("/")[2].startswith(name))
+        argv = ["--model", model, "--device", "h200", "--tp", tp, "--policy", "guided", "--max-new-tokens", "64"]
+        argv += ["--kv-link", "50"] if link else []
+        for (batch, context), speed, mark in zip(((16, 32), (64, 32), (16, 128)), shown[::2], shown[1::2], strict=True):
+            program.main([*argv, "--batch", str(batch), "--context", f"{context}k"])
+            said = capsys.readouterr().out
+            assert f" {speed}x " in said and (f"\n! {batch} x" in said) == bool(mark), name
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    ("--full-layers 99", "full layers must be from 0 to the model's 32, got 99"),
+    ("--window 99", "a window of 99 is for models of which some layers attend to everything"),
+    ("--experts 4/8", "experts are ALL/OWN, of which a token has at least 1 and at most all, got .4, 8."),
+    ("--experts x", "expected how many there are and a token has, as in 32/4; got 'x'"),
+    ("--kv-link 0", "--kv-link must be a positive number of GB/s, got 0"),
+])  # fmt: skip
+def test_fields_of_others_that_make_no_sense_are_refused(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        program.main(["--model", "meta-llama/Llama-3.1-8B", "--device", "h200", *flags.split()])
+    assert stopped.value.code == 2 and re.search(said, capsys.readouterr().err)
