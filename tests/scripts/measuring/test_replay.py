@@ -88,16 +88,6 @@ def test_a_replayed_verdict_stays_below_the_cap_and_plain_rounds_do_not_move_the
     assert capped.next_token.tolist() == [3, 9]
 
 
-def test_replaying_reads_nothing_on_the_host() -> None:
-    # a meta tensor has no values: whatever asks for one raises
-    meta = torch.device("meta")
-    replay = Replay(torch.zeros(4, 2, dtype=torch.int64, device=meta))
-    ones = torch.ones(2, dtype=torch.int64, device=meta)
-    replay.rewind()
-    out = replay.apply(AcceptResult(ones, ones), torch.ones(2, 3, dtype=torch.int64, device=meta), ones)
-    assert out.n_accepted.shape == out.next_token.shape == (2,)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_engine_that_replays_keeps_what_the_table_says_and_goes_on_as_ever_without(temperature: float) -> None:
     config = EngineConfig(batch_size=2, max_seq_len=128, compile=False, device="cpu")
