@@ -29,7 +29,7 @@ from measuring.replay import PROFILES, Replay, replay_table
 from measuring.roofline import EXPECTED, IDEAL, PRACTICAL
 from tests.gpuless import pools
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
-from tests.helpers import Patch
+from tests.helpers import Patch, ahead
 
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,33 +51,17 @@ def test_a_graph_is_timed_by_events_on_the_stream_that_it_is_replayed_on(elsewhe
     """It is captured on a stream of the watch's own; what it is replayed on is whoever's turn it is, here and there."""
     seen: list[tuple[str, int]] = []
     with pools.stand_in("2.13") as cuda, contextlib.ExitStack() as within:
-
-        class Noted:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:  # of the current stream, as in torch
-                seen.append(("event", cuda.current.cuda_stream))
-
-            def elapsed_time(self, end: Noted) -> float:
-                return 7.0
-
-        replay = pools.Graph.replay
-
-        def noted(self: pools.Graph) -> None:
-            seen.append(("replay", cuda.current.cuda_stream))
-            replay(self)
-
-        monkeypatch.setattr(torch.cuda, "Event", Noted)
-        monkeypatch.setattr(pools.Graph, "replay", noted)
+        for kind, name in ((pools.Graph, "replay"), (pools.Event, "record")):  # of the current stream, as in torch
+            ahead(monkeypatch, kind, name, lambda *_, name=name: seen.append((name, cuda.current.cuda_stream)))
+        cuda.work = 7.0
         watch, calls = Stopwatch(dry_setup()), torch.zeros(1)
         watch.device, watch.stream = torch.device("cuda"), cuda.stream_of_pool()  # type: ignore[assignment]
         if elsewhere:
             within.enter_context(torch.cuda.stream(cuda.stream_of_pool()))  # type: ignore[arg-type]
         here = cuda.current.cuda_stream
-        assert watch.times(lambda: calls.add_(1)) == [0.007] * 2
+        assert watch.times(lambda: calls.add_(1)) == pytest.approx([7.0] * 2)
         assert cuda.captures[0]["stream"] == watch.stream.cuda_stream != here  # type: ignore[union-attr]
-    assert seen == [("replay", here), *[("event", here), ("replay", here), ("event", here)] * 2]
+    assert seen == [("replay", here), *[("record", here), ("replay", here), ("record", here)] * 2]
     assert int(calls) == 3 + 1 + 2  # before the capture, and replayed
 
 
