@@ -224,14 +224,9 @@ def test_steps_that_are_made_of_operators_are_refused() -> None:
         time_steps(engine, [random_ids(20)] * 2, 4, CHIP)
 
 
-@pytest.fixture
-def _rates(monkeypatch: Patch) -> None:
+def test_the_program_prints_a_table_and_writes_json(tmp_path: Path, capsys: Printed, monkeypatch: Patch) -> None:
     """The machine's rates are not measured: that takes a minute."""
     monkeypatch.setattr("scripts.steps.rates_here", lambda *_: SimpleNamespace(chip=lambda *_: CHIP))
-
-
-@pytest.mark.usefixtures("_rates")
-def test_the_program_prints_a_table_and_writes_json(tmp_path: Path, capsys: Printed) -> None:
     file = tmp_path / "steps.json"
     n = str(torch.get_num_threads())
     asked = ["--batch", "1", "--context", "100", "--max-new-tokens", "8", "--gamma", "2", "--threads", n]
