@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, registry
+from gpt_fast_sd.fast import launches
 from gpt_fast_sd.loading.memory import LAYER_NODES, MORE_NODES
 from gpt_fast_sd.model import ModelConfig, preset
 from gpt_fast_sd.policies import View
@@ -372,41 +373,18 @@ def test_a_refresh_of_all_rows_at_once_reads_the_weights_once() -> None:
 
 
 def test_kernels_of_a_layer_are_counted_as_they_are_launched() -> None:
-    """By the code that Inductor generates for a layer, and what operators launch on a driver that is not there."""
-    pytest.importorskip("triton")
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from gpt_fast_sd.fast.triton import decode as decode_triton
-    from gpt_fast_sd.fast.triton import select as select_triton
-    from gpt_fast_sd.fast.triton import sparse as sparse_triton
+    """By the code that Inductor generates for a layer, and what operators launch, of which test_attention_aot knows."""
     from tests.gpt_fast_sd.cuda import test_codegen
-    from tests.gpt_fast_sd.fast.references import layer_of
-    from tests.gpuless.driver import stand_in
 
-    assert (
-        test_codegen.LAYER == roofline.BESIDE_ATTENTION + 1 and test_codegen.HEAD == roofline.HEAD_KERNELS
-    )  # an operator is one there
-    found = {}
-    for name in ("dense", "mass", "sparse", "quest"):
-        with stand_in(90) as launches, FakeTensorMode():
-
-            def ints(*shape: int) -> torch.Tensor:
-                return torch.empty(shape, device="cuda", dtype=torch.int64)
-
-            q = torch.empty(2, 1, 32, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            k, v = (torch.empty(2, 8, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-            layer = layer_of(k, v)
-            if name == "dense":
-                decode_triton.attend(q, layer, ints(2, 1), 8192, 512, arch=90)
-            elif name == "mass":
-                decode_triton.attend_with_mass(q, layer, ints(2, 1), 8192, 512, 16, arch=90)
-            else:
-                if name == "quest":
-                    bounds = torch.empty(2, 8, 512, 256, device="cuda", dtype=torch.bfloat16)
-                    select_triton.quest_pages(q, bounds, ints(2), 48)
-                sparse_triton.attend(q, layer, ints(2, 8, 768), ints(2), 265, ints(2, 1), 8192, 16, arch=90)
-        found[name] = len(launches)
-    found["mass"] += 1  # a copy, see test_codegen
+    assert test_codegen.LAYER == roofline.BESIDE_ATTENTION + 1  # an operator is one there
+    assert test_codegen.HEAD == roofline.HEAD_KERNELS
+    sparse = launches("sparse_attention", n_entries=1033)  # 768 listed ones, and a window
+    found = {
+        "dense": launches("decode_attention"),
+        "mass": launches("decode_attention_with_mass") + 1,  # a copy, see test_codegen
+        "sparse": sparse,
+        "quest": sparse + launches("quest_pages"),
+    }
     of_layers = test_codegen.STEPS["draft quest"][0] - test_codegen.HEAD
     found["quest"] += of_layers // test_codegen.LAYERS - test_codegen.LAYER - 1  # beside the operator that chooses
     assert found == roofline.ATTENTION_KERNELS
