@@ -220,6 +220,7 @@ ALIKE = [  # programs, of which each has this flag
     ("batch.py benchmark.py evaluate.py needles.py generate.py", "--model nowhere", "no folder nowhere"),
     ("benchmark.py evaluate.py needles.py steps.py", "--json nowhere/x.json", "there is no folder"),
     ("batch.py benchmark.py needles.py", "--draft standalone", "needs draft_model"),
+    ("batch.py benchmark.py generate.py", "--device gpu", "device must be one of auto, cpu, cuda, got 'gpu'"),
 ]
 ROWS = [(program, *row) for program, rows in REFUSED.items() for row in rows]
 ROWS += [(program, flags, said) for programs, flags, said in ALIKE for program in programs.split()]
