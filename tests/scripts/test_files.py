@@ -155,20 +155,15 @@ def test_what_a_link_or_a_long_name_names_is_written(tmp_path: Path) -> None:
 # ---- what was written is not lost ------------------------------------------------------------------------------------
 
 
-def full_disk(monkeypatch: Patch, *names: str) -> None:
-    """Files of these names cannot be written any more."""
-
-    def refuse(path: Path, text: str) -> None:
-        if path.name in names:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    ahead(monkeypatch, files, "write_whole", refuse)
-
-
 def test_generate_says_where_what_a_full_disk_refused_is(tmp_path: Path, monkeypatch: Patch, capsys: Printed) -> None:
     monkeypatch.chdir(tmp_path)
-    full_disk(monkeypatch, "out.jsonl", "run.html")
     (tmp_path / "out.jsonl").write_text("older")
+
+    def full(path: Path, text: str) -> None:
+        if path.name in ("out.jsonl", "run.html"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    ahead(monkeypatch, files, "write_whole", full)
     with pytest.raises(SystemExit) as stopped:
         generate.main([*SHORT.split(), "--output", "out.jsonl", "--report", "run.html", "--profile", "trace.json"])
     out, err = capsys.readouterr()
