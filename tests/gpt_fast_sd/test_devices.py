@@ -42,9 +42,6 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
-no_weights = raising(AssertionError("weights were read before the refusal"))
-
-
 def gpu(
     monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H100", capability: tuple[int, int] = (9, 0), *, n: int = 1
 ) -> list[int]:
@@ -175,7 +172,7 @@ MACHINES: dict[str, tuple[Machine, str]] = {
 def test_what_a_machine_lacks_is_said_in_one_sentence_before_weights_are_read(
     machine: Machine, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Group, "load", no_weights)
+    monkeypatch.setattr(Group, "load", raising(AssertionError("weights were read before the refusal")))
     machine(monkeypatch, tmp_path)
     with pytest.raises(ValueError, match=sentence) as refusal:
         Engine.from_pretrained("bundled", EngineConfig(device="cuda"))
