@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from maintain import hero, record, results
@@ -79,20 +78,13 @@ def test_the_picture_in_docs_is_that_of_the_recording_beside_it(tmp_path: Path) 
     assert (tmp_path / svg.name).read_text(encoding="utf-8") == svg.read_text(encoding="utf-8")
 
 
-def point(batch: int, context: int, speedup: float, **changes: Any) -> dict[str, Any]:
-    spread = {"min": speedup - 0.1, "median": speedup, "max": speedup + 0.1}
-    shared = {"policy": "streaming", "budget": 256, "gamma": "auto", "temperature": 0.0, "status": "measured"}
-    shared |= {"speedup": {"steady": spread}}
-    return {"batch": batch, "context": context} | shared | changes
-
-
-SWEEP = [point(batch, context, 1.0 + batch / 100) for batch in (1, 2, 4, 16) for context in (1000, 4000)]
-
-
 def test_a_plot_has_a_line_for_each_batch_and_its_title_says_what_it_shows() -> None:
-    svg = hero.hero(SWEEP)
-    assert svg.count("<polyline") == 4 and svg.count("<circle") == len(SWEEP)
-    assert "at 4,000 tokens: 16 rows 1.16x, 4 rows 1.04x, 2 rows 1.02x, 1 rows 1.01x</title>" in svg
+    """In a panel for each draft, here at two temperatures."""
+    points = json.loads((DATA / "sweep.json").read_text())["points"]
+    svg = hero.hero(points)
+    assert svg.count("<polyline") == 2 * 2 and svg.count("<circle") == len(points) == 8
+    told = ("at 7,500 tokens: 16 rows 1.27x, 1 rows 1.08x", "at 7,500 tokens: 16 rows 1.27x, 1 rows 1.06x")
+    assert f"{'; '.join(told)}</title>" in svg
 
 
 def test_a_page_of_results_tells_what_was_measured_and_nothing_of_a_part_that_is_not_whole(tmp_path: Path) -> None:
