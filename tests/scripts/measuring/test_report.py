@@ -29,21 +29,15 @@ NASTY = (
 
 
 class Pieces:
-    """A tokenizer whose token i is the i-th text, which may be one that no UTF-8 can hold; and their decoder."""
+    """A tokenizer whose token i is the i-th text, which may be one that no UTF-8 can hold."""
 
     vocab_size, drops_first_space = 10_000, False
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = list(texts)
 
-    def push(self, ids: Sequence[int]) -> str:
-        return "".join(self.texts[i] for i in ids)
-
-    def flush(self) -> str:
-        return ""
-
     def decode(self, ids: Sequence[int]) -> str:
-        return self.push(ids)
+        return "".join(self.texts[i] for i in ids)
 
     def token_bytes(self, token: int) -> bytes:
         return self.texts[token].encode("utf-8", "surrogatepass")
