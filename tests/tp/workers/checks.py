@@ -35,7 +35,7 @@ from gpt_fast_sd.loading import draft_group
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer, Weights, load_model, save_hugging_face
 from gpt_fast_sd.quantization.quantize import draft_copy
 from gpt_fast_sd.round import accept_step
-from gpt_fast_sd.tp import Agreement, Disagreement, Parallel, Vocabulary, broadcast, start, sum_in_order
+from gpt_fast_sd.tp import Disagreement, Parallel, Vocabulary, broadcast, start, sum_in_order
 from tests.float8_folders import save_float8
 from tests.gguf_files import model_of, write_gguf
 from tests.helpers import Noting, random_ids, tiny_config, tiny_model, whole_text_logits
@@ -194,15 +194,6 @@ def refused(kind: type[Exception], begins: str) -> Iterator[None]:
 
 
 @check(MODEL)
-def ranks_that_differ_are_told_so(parallel: Parallel, folder: Path) -> None:
-    agreement: Agreement = parallel.agreement()
-    agreement.note("tokens of round 1", [1, 2, 3])
-    agreement.note("tokens of round 2", [4, parallel.tp_rank])
-    with refused(Disagreement, "tokens of round 2 differ between ranks"):
-        agreement.note("tokens of round 3", [5])
-
-
-@check(MODEL)
 def replicas_share_a_list_and_its_results_come_back_in_order(parallel: Parallel, folder: Path) -> None:
     items = list("abcdefghi")
     part = parallel.share(items)
@@ -318,13 +309,6 @@ def a_draft_on_fewer_ranks_leaves_the_target_split_as_it_was(parallel: Parallel,
             engine.generate(PROMPTS[2:], SamplingParams(max_tokens=4, ignore_eos=True))
         assert ("broadcast" in seen.seen) == (draft_tp < parallel.tp), seen.seen
         assert {"all_reduce", "all_gather_into_tensor"} <= {*seen.seen}
-
-
-@check(ENGINE)
-def a_model_that_is_not_split_is_refused(parallel: Parallel, folder: Path) -> None:
-    config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
-    with refused(ValueError, f"the model holds 260 of 260 embedding rows, but {parallel.tp} processes"):
-        Engine(tiny_model(wide_config()), None, config, parallel=parallel)
 
 
 @check(MORE)
