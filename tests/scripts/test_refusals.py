@@ -117,7 +117,6 @@ REFUSED = {
         (f"{BUDGET} --pairs 0 --seconds 9", "--seconds goes on with pairs, and --pairs 0 times none"),
         *((f"--{name} 9", f"--{name} does nothing with --sweep size") for name in ("shortest", "longest")),
         *((f"{DRAWN} --{given}", "does nothing with --draw: leave") for given in ("pairs 9", "json y", "no-compile")),
-        ("--exit-layers 1", "exit_layers does nothing for streaming: leave it out"),
         (f"{BUDGET} --draft quest,lookup --view full", "view does nothing for quest and lookup"),
         ("--fresh", "--fresh forgets what --json holds, and there is no --json"),
         *((f"--seconds {n}", f"expected a positive number of seconds, got '{n}'") for n in ("inf", "nan", "0")),

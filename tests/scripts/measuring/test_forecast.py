@@ -464,10 +464,6 @@ HALVED = DraftConfig(policy="quantized")  # once half of each number of bf16 was
         ),
         (lambda: replace(BY_A100, device="cpu", quantize="float8"), "runs on device 'cuda', and the model is on 'cpu'"),
         (lambda: on_h200().forecast(HALVED, 0.8, 8, 8000, 4), "'quantized' reads half of an int8 cache.* got None"),
-        (
-            lambda: on_h200(kv_dtype="bf16").forecast(HALVED, 0.8, 8, 8000, 4),
-            "policy 'quantized' reads half of an int8 cache.* got 'bf16'",
-        ),
     ],
 )
 def test_what_the_engine_refuses_is_refused_in_its_words(asked: Callable[[], object], said: str) -> None:
