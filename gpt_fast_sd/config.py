@@ -21,15 +21,9 @@ PAGES = (16, 32, 64, 128)  # whole vectors of scores, and whole pages in a split
 
 
 def flag_field(
-    default: T,
-    text: str,
-    *,
-    allowed: Collection[object] | Callable[[], Collection[object]] = (),
-    unset: str = "",
-    flag: str = "",
-    metavar: str = "",
-    switch: bool = False,
-) -> T:
+    default: T, text: str, *, allowed: Collection[object] | Callable[[], Collection[object]] = (), unset: str = "",
+    flag: str = "", metavar: str = "", switch: bool = False,
+) -> T:  # fmt: skip
     """A field that programs turn into a flag; text: what it is or, if it is on by default, what turning it off does.
 
     allowed: the allowed values, or a function that returns them. unset: the meaning of its default None. flag: its
@@ -94,9 +88,8 @@ class EngineConfig:
         None, "weights of all layers, which makes another target; float8 on CUDA alone", allowed=QUANTIZATIONS
     )
     kv_dtype: str | None = flag_field(
-        None, "dtype of the KV cache; int8: with one scale per token and kv head",
-        allowed=KV_DTYPES, unset="as --dtype",
-    )  # fmt: skip
+        None, "dtype of the KV cache; int8: with one scale per token and kv head", allowed=KV_DTYPES, unset="as --dtype"
+    )
     cuda_graphs: str = flag_field("round", "on CUDA: what is captured as one graph", allowed=CUDA_GRAPHS)
     max_autotune: bool = flag_field(False, "on CUDA: time several kernels for matrix products; minutes at the start")
 
@@ -130,6 +123,9 @@ class SamplingParams:
         None, "end before this text, which is cut off; may be given several times", metavar="TEXT"
     )
     ignore_eos: bool = flag_field(False, "continue past the end-of-sequence token")
+    max_drafts: int | None = flag_field(
+        None, "drafts that a row may keep in a round; 0: it decodes plainly beside others", unset="all", metavar="N"
+    )
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
@@ -149,6 +145,8 @@ class SamplingParams:
             raise ValueError(f"min_p must be from 0 to 1, got {self.min_p}")
         if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 2**63):
             raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed!r}")
+        if self.max_drafts is not None and not (type(self.max_drafts) is int and self.max_drafts >= 0):
+            raise ValueError(f"max_drafts must be a whole number of at least 0, got {self.max_drafts!r:.80}")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r:.80}")
         stops = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop

@@ -123,7 +123,7 @@ def accept_step(state: BatchState, kind: Kind, logits: Tensor, draft: Draft, rep
 
     Its rows are those of acceptance.commit.
     """
-    max_accept = draft.count  # [B]
+    max_accept = torch.minimum(draft.count, state.most_drafts)  # [B]
     if draft.tokens.shape[1]:
         max_accept = torch.minimum(max_accept, state.remaining - 1).clamp(min=0)  # room for the target's own token
     result, _ = state.accept(logits, kind, draft.tokens, draft.q, max_accept, accept=ACCEPT_STREAM, own=TARGET_STREAM)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .acceptance import AcceptResult
 from .bodies import CORE, Bodies
-from .config import SamplingParams
+from .config import MAX_GAMMA, SamplingParams
 from .sampling import GREEDY, WHOLE, Kind, SamplingTable, Vocabulary
 
 
@@ -76,6 +76,7 @@ class BatchState:
     active: Tensor  # bool [B] a request is being decoded
     remaining: Tensor  # int64 [B] tokens that may still be emitted
     stop_on_eos: Tensor  # bool [B]
+    most_drafts: Tensor  # int64 [B] that it may keep in a round
     eos_ids: Tensor  # int64 [n]
     table: SamplingTable
     vocabulary: Vocabulary = WHOLE  # which rank has which of the target's logits
@@ -95,9 +96,9 @@ class BatchState:
 
         return BatchState(
             seq_len=seq_len, pending=zeros(n), history=zeros(n, history_len), active=zeros(n, dtype=torch.bool),
-            remaining=zeros(n), stop_on_eos=zeros(n, dtype=torch.bool), vocabulary=vocabulary, vocab_size=vocab_size,
-            eos_ids=torch.tensor(list(eos_ids), dtype=torch.int64, device=device),
-            table=SamplingTable.empty(n, vocab_size, device), bodies=bodies,
+            remaining=zeros(n), stop_on_eos=zeros(n, dtype=torch.bool), most_drafts=zeros(n), bodies=bodies,
+            eos_ids=torch.tensor(list(eos_ids), dtype=torch.int64, device=device), vocabulary=vocabulary,
+            vocab_size=vocab_size, table=SamplingTable.empty(n, vocab_size, device),
         )  # fmt: skip
 
     def assign(self, slot: int, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
@@ -107,6 +108,7 @@ class BatchState:
         self.pending[slot] = prompt[-1]
         self.remaining[slot] = params.max_tokens
         self.stop_on_eos[slot] = not params.ignore_eos
+        self.most_drafts[slot] = MAX_GAMMA if params.max_drafts is None else min(params.max_drafts, MAX_GAMMA)
         self.table.assign(slot, params, seed, self.vocab_size)
         self.active[slot] = True
 

@@ -21,9 +21,9 @@ from .files.checkpoint import (
     save_hugging_face,
 )
 from .files.reading import CheckpointError, gguf_parts, parse_json, read_json
-from .files.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from .files.tokenizer import StreamDecoder, Tokenizer, difference, load_tokenizer
 from .llama import Attention, Block, FeedForward, RMSNorm, Transformer
-from .rope import rope_frequencies
+from .rope import apply_rope, rope_cos_sin, rope_frequencies
 
 __all__ = [
     "FORMATS",
@@ -47,8 +47,10 @@ __all__ = [
     "Tokenizer",
     "Transformer",
     "Weights",
+    "apply_rope",
     "as_int8",
     "as_planes",
+    "difference",
     "find_downloaded",
     "gguf_parts",
     "load_model",
@@ -61,6 +63,7 @@ __all__ = [
     "read_stored_dtype",
     "read_stored_float8",
     "resolve_model",
+    "rope_cos_sin",
     "rope_frequencies",
     "save_hugging_face",
     "stored_dtype",

@@ -444,16 +444,26 @@ _SMOLLM_2 = ModelConfig(
 
 PRESETS = {
     "meta-llama/Llama-2-7b-hf": _LLAMA_2,
+    "meta-llama/Llama-2-13b-hf": replace(_LLAMA_2, dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, ffn_dim=13824),
+    "meta-llama/Llama-2-70b-hf": replace(_LLAMA_2, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672),
+    "NousResearch/Yarn-Llama-2-7b-128k": replace(
+        _LLAMA_2, max_seq_len=131072, rope_scaling=RopeScaling(kind="yarn", factor=32.0, original_max_seq_len=4096)
+    ),
+    "JackFram/llama-68m": replace(
+        _LLAMA_2, dim=768, n_layers=2, n_heads=12, n_kv_heads=12, head_dim=64, ffn_dim=3072, max_seq_len=2048
+    ),
     "togethercomputer/LLaMA-2-7B-32K": replace(
         _LLAMA_2, max_seq_len=32768, rope_scaling=RopeScaling(kind="linear", factor=8.0)
     ),
     "meta-llama/Meta-Llama-3-8B": _LLAMA_3,
+    "meta-llama/Meta-Llama-3-70B": replace(_LLAMA_3, dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
     "meta-llama/Llama-3.1-8B": _LLAMA_3_1,
     "meta-llama/Llama-3.1-70B": replace(_LLAMA_3_1, dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
     "meta-llama/Llama-3.2-1B": replace(_LLAMA_3_2, dim=2048, n_layers=16, head_dim=64, ffn_dim=8192),
     "meta-llama/Llama-3.2-3B": replace(_LLAMA_3_2, dim=3072, n_layers=28, n_heads=24, ffn_dim=8192),
     "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": _TINY_LLAMA,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": _TINY_LLAMA,
+    "TinyLlama/TinyLlama_v1.1": _TINY_LLAMA,
     "mistralai/Mistral-7B-v0.1": replace(_MISTRAL, sliding_window=4096),
     "mistralai/Mistral-7B-v0.3": replace(_MISTRAL, vocab_size=32768, rope_theta=1e6),
     "Qwen/Qwen2.5-0.5B": replace(
@@ -477,6 +487,10 @@ PRESETS = {
         _SMOLLM_2, dim=2048, n_layers=24, n_heads=32, n_kv_heads=32, ffn_dim=8192, rope_theta=130000.0
     ),
     "01-ai/Yi-6B": replace(_LLAMA_2, vocab_size=64000, n_kv_heads=4, rope_theta=5e6),
+    "01-ai/Yi-1.5-6B": replace(_LLAMA_2, vocab_size=64000, n_kv_heads=4, rope_theta=5e6),
+    "01-ai/Yi-1.5-34B": replace(
+        _LLAMA_2, vocab_size=64000, dim=7168, n_layers=60, n_heads=56, n_kv_heads=8, ffn_dim=20480, rope_theta=5e6
+    ),
 }  # fmt: skip
 
 

@@ -5,8 +5,8 @@
     torchrun --nproc_per_node=8 scripts/batch.py in.jsonl out.jsonl --model meta-llama/Llama-3.1-8B --tp 2
 
 A line of the input is {"prompt": text or [token ids]} or {"messages": [{"role": ..., "content": ...}]}; it may have an
-id, which comes back with its output, and set max_tokens, temperature, top_k, top_p, min_p, seed, stop or ignore_eos for
-itself. Blank lines are skipped. A line of the output is
+id, which comes back with its output, and set max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos or
+max_drafts for itself. Blank lines are skipped. A line of the output is
 
     {"index": line of the input from 0, "id": ..., "tokens": [...], "text": ..., "finish_reason": ..., "stats": {...}}
 
@@ -51,11 +51,24 @@ from tqdm import tqdm
 
 from common import ProgressLine, parser_of, refusing, sentence, started
 from files import check_files
-from flags import CHAT, PARSE_SPECIAL, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
+from flags import (
+    CHAT,
+    FIELDS,
+    PARSE_SPECIAL,
+    add_engine_flags,
+    add_flags,
+    config_of,
+    draft_of,
+    join,
+    names,
+    positive,
+    room_of,
+)
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import gguf_parts, load_tokenizer, parse_json, read_config
 from gpt_fast_sd.tp import Parallel
+from inputs.sources import HUB
 from journal import Files, Log, beside, indices, lock_of
 from measuring.ledger import as_json
 from records import Encoder, Record, as_record, own
@@ -351,6 +364,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--fresh", action="store_true", help="forget what the output holds")
     add("--chat", action="store_true", help=CHAT)
     add("--parse-special", action="store_true", help=PARSE_SPECIAL)
+    add("--fields", metavar="A,B", type=names, default=[], help=FIELDS)
     sampling = parser.add_argument_group("how lines are continued that do not say it themselves")
     seed = {"default": 0, "help": "line i draws with S + i"}
     add_flags(sampling, SamplingParams, max_tokens={"default": 128}, seed=seed)
@@ -401,6 +415,10 @@ def prepare(args: argparse.Namespace, at_end: contextlib.ExitStack) -> Job:
     at_end: takes the lock and, as soon as there are several processes, what ends all of them if one is lost.
     """
     rejects = args.rejects or beside(args.output, "rejects.jsonl")
+    if str(args.input).startswith(HUB) or args.input.suffix in (".json", ".parquet"):
+        raise ValueError(
+            f"the input must hold one JSON object a line: make_prompts.py makes such a file of {args.input}"
+        )
     if not args.input.is_file():
         what = "is no file that can be read twice" if args.input.exists() else "is not there"
         raise ValueError(f"the input {args.input} {what}")
@@ -430,7 +448,7 @@ def prepare(args: argparse.Namespace, at_end: contextlib.ExitStack) -> Job:
     if parallel.tp_rank == 0 and not args.fresh:
         done = files.done(len(done))
     parallel.same_values(torch.from_numpy(done.view(np.uint8)))
-    encoder = Encoder(load_tokenizer(folder, config), args.chat, parse_special=args.parse_special)
+    encoder = Encoder(load_tokenizer(folder, config), args.chat, parse_special=args.parse_special, fields=args.fields)
     return Job(
         args=args, parallel=parallel, share=share, files=files, draft=draft, done=done, settings=settings, lock=lock,
         left=len(share) - int(done.sum()), reader=Reader(encoder, common, args.seed, room),

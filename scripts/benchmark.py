@@ -47,22 +47,37 @@ from typing import Any
 
 from common import parser_of, refuse, refusing, sentence, started
 from files import check_files
-from flags import add_engine_flags, add_flags, config_of, count, drafters, gammas, given_beside, join, positive, sizes
+from flags import (
+    FIELDS,
+    add_engine_flags,
+    add_flags,
+    config_of,
+    count,
+    drafters,
+    gammas,
+    given_beside,
+    join,
+    names,
+    positive,
+    sizes,
+)
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import load_tokenizer, read_config
-from measuring import grid, modes, plots, prompts
+from inputs.rows import holds_prompts, prompts_for, round_the_texts, texts_of
+from measuring import grid, modes, plots
 from measuring.grid import draft_fields, has_a_model, known_drafters
 from measuring.ledger import Record, complete, read_document
 from measuring.modes import ByBudget, ByPrecision, BySize, Job, Lossless, describe
 from measuring.points import lengths_of
+from measuring.prompts import RoundTheText, Rows, random_text
 
 PROGRAM = "benchmark.py"
 TIMED = {"max_new_tokens": 64, "pairs": 3, "seed": 0, "dtype": "auto", "plots": None}
 DEFAULTS: dict[str, Record] = {  # of flags that were not given, by what is measured; what is not here is not read there
     "size": {
         **TIMED, "batch": [1, 4], "context": [1000, 4000], "draft": ["streaming"], "budget": [256], "gamma": ["auto"],
-        "max_new_tokens": 96, "seconds": 0.0,
+        "max_new_tokens": 96, "seconds": 0.0, "sets": 1,
     },
     "budget": {
         **TIMED, "batch": [4], "context": None, "draft": None, "budget": [64, 128, 256, 512], "gamma": [4],
@@ -87,6 +102,8 @@ def prepare(args: argparse.Namespace) -> Job:
     check_files({"--json": args.json}, reads)
     if args.plots is not None:
         plots.check_drawable("--plots")
+    if args.skip and args.synthetic:
+        raise ValueError("--skip leaves out tokens of texts: leave it out with --synthetic")
     if args.text and args.synthetic:
         raise ValueError("--text and --synthetic exclude each other: prompts are read or made up")
     if args.mode in ("budget", "lossless"):
@@ -109,12 +126,22 @@ def prepare(args: argparse.Namespace) -> Job:
     config = read_config(folder)
     if args.draft_model:
         locate(args.draft_model)
-    tokenizer, texts = load_tokenizer(folder, config), {}
+    tokenizer, texts = load_tokenizer(folder, config), dict[str, list[int]]()
+    kept: Rows | None = None
     if not args.synthetic:
         if tokenizer is None:
             raise ValueError(f"{args.model} has no tokenizer to read texts with: use --synthetic")
-        paths = args.text or [BUNDLED / "document.txt"]
-        texts = prompts.texts_of(paths, tokenizer)
+        paths, essay = args.text or [BUNDLED / "document.txt"], BUNDLED / "document.txt"
+        if any(holds_prompts(path, args.fields) for path in paths):
+            if len(paths) > 1 or args.mode in ("budget", "lossless") or args.skip:
+                raise ValueError(f"{paths[0]} holds prompts: it stands alone, in a sweep over size, without --skip")
+            kept = prompts_for(paths[0], args.fields, tokenizer, essay=essay, seed=args.seed)
+        else:
+            texts = texts_of(paths, tokenizer, args.skip)
+            kept = round_the_texts(texts, tokenizer.bos_id, args.skip)
+    if kept is None and args.mode in ("size", "precision"):
+        made = random_text(max(args.batch) * max(args.context), config.vocab_size, args.seed)
+        kept = RoundTheText(made, config.bos_id, {"synthetic": args.seed})
     parallel = join(args)
     if parallel.dp > 1:
         raise ValueError(
@@ -123,7 +150,8 @@ def prepare(args: argparse.Namespace) -> Job:
         )
     return Job(
         args=args, engine_config=engine_config, parallel=parallel, config=config,
-        tokenizer=tokenizer if texts else None, texts=texts, settings=settings, skipped=skipped, told=sentence,
+        tokenizer=None if args.synthetic else tokenizer, texts=texts, rows=kept, settings=settings, skipped=skipped,
+        told=sentence,
     )  # fmt: skip
 
 
@@ -209,7 +237,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompts", metavar="N", type=positive, help="with --lossless (default: 200)")
     add("--shortest", metavar="N", type=positive, help="tokens of its shortest prompt (default: 20)")
     add("--longest", metavar="N", type=positive, help="tokens of its longest prompt (default: 1500)")
-    add("--text", metavar="FILE", type=Path, nargs="+", help="UTF-8 texts to continue (default: the bundled document)")
+    add("--text", metavar="FILE", type=Path, nargs="+", help="texts or prompts, a file of a published form, "
+        "hf:NAME[:CONFIG][:SPLIT] or ruler:TASK[=FILE] (default: the bundled document)")  # fmt: skip
+    add("--fields", metavar="A,B", type=names, default=[], help=FIELDS)
+    add("--skip", metavar="N", type=count, default=0, help="first tokens of each text that are left out (default: 0)")
+    add("--sets", metavar="N", type=positive, help="of prompts that share no text, each timed in --pairs pairs; the "
+        "mean over sets has an interval of 95 %% (default: 1)")  # fmt: skip
     add("--synthetic", action="store_true", help="prompts of random tokens: real work, acceptance without meaning")
     add("--json", metavar="FILE", type=Path, help="keep every point here; go on from what it holds")
     add("--fresh", action="store_true", help="forget what --json holds")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from comparing import Comparison
 from gpt_fast_sd import Completion, DraftConfig, Engine
 from gpt_fast_sd.policies.auto import AutoDraft
 from gpt_fast_sd.policies.registry import VIEWS
@@ -17,7 +18,6 @@ from gpt_fast_sd.quantization.table import bytes_held
 from gpt_fast_sd.serving.draft_planner import DraftPlanner
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring import Recorder, Way, page
-from measuring.comparing import Comparison
 from measuring.machine import environment
 from records import as_record
 

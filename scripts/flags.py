@@ -35,6 +35,8 @@ Parser = argparse.ArgumentParser | argparse._ArgumentGroup
 Change = Mapping[str, Any] | None  # arguments of argparse's add_argument that are a program's own, see add_flags
 MODELS = "'smollm2', 'bundled', a model folder, a GGUF file or a hub id"
 CHAT = "wrap each text in the model's chat template as a user message"
+FIELDS = "fields of a row that make its prompt (default: those of its form, see scripts/inputs/sources.py)"
+PROMPTS = "a JSON object per line, or a file of a published form (json, jsonl, parquet), or hf:NAME[:CONFIG][:SPLIT]"
 PARSE_SPECIAL = "read special tokens that are written out in messages as such (default: they are text)"
 
 MOST_THREADS = 1024
@@ -176,6 +178,11 @@ def described(
         values = default if isinstance(default, list) else [default]
         notes.append(f"default: {','.join(f'{v:g}' if isinstance(v, float) else str(v) for v in values)}")
     return (f"{text} ({'; '.join(notes)})" if notes else text).replace("%", "%%")
+
+
+def names(text: str) -> list[str]:
+    """Names of fields, as in context,question."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def config_of(config: type[Config], args: argparse.Namespace, **values: Any) -> Config:

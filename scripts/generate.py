@@ -14,7 +14,7 @@ Who drafts is --draft. The target verifies every draft, so a policy changes the 
 POLICIES
 
 A line of --prompts is {"prompt": text}, {"tokens": [ids]} or {"messages": [{"role": ..., "content": ...}]}, and may set
-max_tokens, temperature, top_k, top_p, min_p, seed, stop or ignore_eos for itself.
+max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos or max_drafts for itself.
 
 Under torchrun --tp processes hold one model together; replicas, as many as there are processes for, share the prompts.
 The first process prints; the tokens of its card are the first replica's, the bytes its own.
@@ -41,14 +41,27 @@ import torch
 
 from common import ProgressLine, alone_prints, end_if_nobody_reads, parser_of, refusing, started
 from card import card, document, report
+from comparing import compare
 from files import check_files, path_of, save, trace_of
-from flags import CHAT, PARSE_SPECIAL, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
+from flags import (
+    CHAT,
+    FIELDS,
+    PARSE_SPECIAL,
+    PROMPTS,
+    add_engine_flags,
+    add_flags,
+    config_of,
+    draft_of,
+    join,
+    names,
+    positive,
+    room_of,
+)
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent, registry
 from gpt_fast_sd.loading import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer, read_config
 from gpt_fast_sd.tp import Parallel
 from measuring import Recorder
-from measuring.comparing import compare
 from measuring.prompts import read_text
 from records import Encoder, as_record, check_prompts, read_document, read_lines, requests_of
 
@@ -71,7 +84,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument(
         "--prompt-file", metavar="F", nargs="+", type=Path, help="continue these UTF-8 files, one prompt each"
     )
-    source.add_argument("--prompts", metavar="F.jsonl", type=Path, help="one JSON object per line")
+    source.add_argument("--prompts", metavar="F.jsonl", type=Path, help=PROMPTS)
+    prompts.add_argument("--fields", metavar="A,B", type=names, default=[], help=FIELDS)
     prompts.add_argument(
         "--document", metavar="FILE", type=Path, help="UTF-8 text that stands before every prompt; it is prefilled once"
     )
@@ -193,7 +207,7 @@ def prepare(args: argparse.Namespace, parallel: Parallel) -> tuple[Engine, list[
     config = read_config(folder)
     showpiece = is_showpiece(args)
     prompts, params = read_requests(args, load_tokenizer(folder, config), config, showpiece)
-    check_prompts(prompts, params, config, args.max_seq_len, args.prompts)
+    check_prompts(prompts, params, config, args.max_seq_len, args.prompts, args.fields)
     if config.n_params >= LONG_READ:
         say(parallel, f"reading {config.n_params / 1e6:,.0f} M parameters ...")
     engine = build(args, prompts, params, config, parallel)
@@ -227,7 +241,7 @@ def read_requests(
             here = SHOWN_AT[args.model == "smollm2"]
             drawn |= here | {name: given for name in here if (given := getattr(args, name)) is not None}
             drawn["seed"] = args.seed or 0
-    encoder = Encoder(tokenizer, args.chat, read_document(args.document), args.parse_special)
+    encoder = Encoder(tokenizer, args.chat, read_document(args.document), args.parse_special, args.fields)
     common = config_of(SamplingParams, args, **drawn)
     if args.prompts is not None:
         return read_lines(args.prompts, encoder, common)
@@ -301,7 +315,7 @@ class Screen:
         self.progress, self.colors = ProgressLine(), colors_of(engine, args.color)
         self.live = len(prompts) == 1 and not args.no_stream
         self.alone = not (args.output or args.json or args.report or args.profile)  # nothing else is written
-        self.asked = requests_of(args.prompts) if args.document and args.prompts else []  # before each text
+        self.asked = requests_of(args.prompts, args.fields) if args.document and args.prompts else []
         self.opening = ""  # before the first one
         if self.live and args.prompt is None:
             self.opening = "..." + (engine.tokenizer.decode(list(prompts[0][-60:])) if engine.tokenizer else "")

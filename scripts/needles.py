@@ -30,6 +30,7 @@ from flags import add_engine_flags, add_flags, config_of, drafters, join, names_
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import read_config
+from inputs.rows import texts_of
 from measuring import grid, machine, prompts
 from measuring.grid import Setting, has_a_model, known_drafters
 from measuring.ledger import Ledger, digest, fingerprint
@@ -76,7 +77,7 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Cells, dict[Setting, Draf
     if longest > config.n_positions:
         raise ValueError(f"prompts of {longest:,} tokens are over the model's {config.n_positions:,} positions")
     tokenizer = prompts.reader_of(args.model, folder, config)
-    texts = prompts.texts_of(args.text, tokenizer)
+    texts = texts_of(args.text, tokenizer)
     for name, ids in texts.items():
         if len(ids) < longest:
             raise ValueError(f"{name} has {len(ids):,} tokens, too few for prompts of {longest:,}")

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from gpt_fast_sd import Completion, SamplingParams
-from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer, parse_json
+from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer
+from inputs.sources import OURS, as_ours, prompts_of
 from measuring.prompts import read_text
 
 Record = dict[str, Any]
-PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "max_drafts")
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,14 @@ class Encoder:
     """Turns texts and records into token ids; ValueError that names where they come from.
 
     chat: texts are user messages of the model's chat template. before: a document that precedes every prompt.
-    parse_special: special tokens written out in messages are read as such, and not as text.
+    parse_special: special tokens written out in messages are read as such, and not as text. fields: see as_ours.
     """
 
     tokenizer: Tokenizer | None
     chat: bool = False
     before: str = ""
     parse_special: bool = False
+    fields: Sequence[str] = ()
 
     def text(self, text: str, where: str) -> list[int]:
         """A text as it is, or as a user message."""
@@ -43,8 +45,8 @@ class Encoder:
 
     def record(self, record: object, where: str) -> list[int]:
         """The prompt of one JSONL line."""
-        allowed = {"prompt", "tokens", "messages", *PER_PROMPT}
-        if not isinstance(record, dict) or len({"prompt", "tokens", "messages"} & set(record)) != 1:
+        allowed, record = {*OURS, *PER_PROMPT, "speculate"}, as_ours(record, where, self.fields)
+        if len({*OURS} & set(record)) != 1:
             raise ValueError(f"{where} must be a JSON object with exactly one of prompt, tokens and messages")
         if unknown := sorted(set(record) - allowed):
             raise ValueError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(allowed))}")
@@ -88,8 +90,15 @@ def naming(where: str) -> Iterator[None]:
 
 
 def own(record: Record) -> Record:
-    """The sampling parameters that a line sets for itself."""
-    return {key: record[key] for key in PER_PROMPT if key in record}
+    """The sampling parameters that a line sets for itself, if its form is ours; speculate false: max_drafts 0."""
+    if record.keys().isdisjoint(OURS):
+        return {}
+    found = {key: record[key] for key in PER_PROMPT if key in record}
+    if "speculate" in record:
+        if not isinstance(record["speculate"], bool) or "max_drafts" in record:
+            raise ValueError(f"speculate must be true or false, without max_drafts, got {record['speculate']!r:.60}")
+        found |= {} if record["speculate"] else {"max_drafts": 0}
+    return found
 
 
 def read_document(path: Path | None) -> str:
@@ -100,22 +109,6 @@ def read_document(path: Path | None) -> str:
     if not before.strip():
         raise ValueError(f"--document {path} is empty: give it some text, or leave it out")
     return before
-
-
-def records_of(path: Path) -> list[tuple[str, Any]]:
-    """Every line of a JSONL file that is not blank: which one, and what it holds; ValueError where there is none."""
-    found = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):  # texts may hold what else ends lines
-        where = f"{path} line {number}"
-        if not line.strip():
-            continue
-        try:
-            found.append((where, parse_json(line, constants=False)))
-        except ValueError as error:
-            raise ValueError(f"{where} is {error}") from None
-    if not found:
-        raise ValueError(f"{path} holds no prompt")
-    return found
 
 
 def as_record(completion: Completion) -> Record:
@@ -129,17 +122,17 @@ def as_record(completion: Completion) -> Record:
     }
 
 
-def requests_of(path: Path) -> list[str]:
-    """The texts of a JSONL file as they are printed before their answers: of a conversation the last message."""
-    records = [record for _, record in records_of(path)]
+def requests_of(path: Path, fields: Sequence[str] = ()) -> list[str]:
+    """The texts of a source as they are printed before their answers: of a conversation the last message."""
+    records = [record for _, record in prompts_of(path, fields)]
     return [f"> {r['prompt'] if 'prompt' in r else r['messages'][-1].get('content')}" for r in records]
 
 
 def read_lines(path: Path, encoder: Encoder, common: SamplingParams) -> tuple[list[list[int]], list[SamplingParams]]:
-    """The prompts of a JSONL file as token ids, and the parameters of each: common's where the line says nothing."""
+    """The prompts of a source as token ids, and the parameters of each: common's where a row says nothing."""
     prompts, params = [], []
-    for where, record in records_of(path):
-        prompts.append(encoder.record(record, where))
+    for where, record in prompts_of(path, encoder.fields):
+        prompts.append(replace(encoder, fields=()).record(record, where))
         with naming(where):
             params.append(replace(common, **own(record)))
     return prompts, params
@@ -151,22 +144,26 @@ def check_prompts(
     config: ModelConfig,
     max_seq_len: int | None = None,
     source: Path | None = None,
+    fields: Sequence[str] = (),
 ) -> None:
     """Refuse, before weights are read, prompts that the engine would refuse for their length or an unknown token.
 
-    source: the JSONL file whose lines they are, by which they are named.
+    source: the file whose rows they are, by which they are named.
     """
-    names = [where for where, _ in records_of(source)] if source else [f"prompt {i}" for i in range(len(prompts))]
+
+    def name(i: int) -> str:
+        return prompts_of(source, fields)[i][0] if source else f"prompt {i}"
+
     limit, whose = max_seq_len, "as --max-seq-len says"
     if limit is None:
         limit, whose = config.n_positions, "the positions that the model has"
-    for name, ids, p in zip(names, prompts, params, strict=True):
+    for i, (ids, p) in enumerate(zip(prompts, params, strict=True)):
         if (total := len(ids) + p.max_tokens) > limit:
             raise ValueError(
-                f"{name} has {len(ids):,} tokens, what stands before it included, and max_tokens is "
+                f"{name(i)} has {len(ids):,} tokens, what stands before it included, and max_tokens is "
                 f"{p.max_tokens:,}: together {total:,}, over max_seq_len {limit:,}, {whose}"
             )
         wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
         if wrong is not None or not ids:
             what = "is empty" if wrong is None else f"holds token id {wrong}"
-            raise ValueError(f"{name} {what}; the vocabulary goes from 0 to {config.vocab_size - 1}")
+            raise ValueError(f"{name(i)} {what}; the vocabulary goes from 0 to {config.vocab_size - 1}")

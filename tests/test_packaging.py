@@ -89,9 +89,9 @@ def test_every_room_next_to_the_package_is_a_link_in_it() -> None:
 @pytest.mark.slow
 def test_a_wheel_holds_every_package_and_the_bundled_files(tmp_path: Path) -> None:
     source, target, elsewhere = tmp_path / "source", tmp_path / "target", tmp_path / "elsewhere"
-    for name in ("gpt_fast_sd", *(folder for folder in package_folders() if "/" not in folder)):
+    for name in (folder for folder in package_folders() if "/" not in folder):
         without = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, source / name, ignore=without, symlinks=True, dirs_exist_ok=True)
+        shutil.copytree(ROOT / name, source / name, ignore=without, symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     (source / "gpt_fast_sd" / "bundled").mkdir(exist_ok=True)

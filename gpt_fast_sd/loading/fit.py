@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from gpt_fast_sd.model import ModelConfig, Tokenizer, Transformer, load_tokenizer, read_config
+from gpt_fast_sd.model import ModelConfig, Tokenizer, Transformer, difference, load_tokenizer, read_config
 from gpt_fast_sd.tp import Group
 
 from ..config import EngineConfig
@@ -60,18 +60,14 @@ def check_planes(config: EngineConfig, draft: DraftConfig, model: ModelConfig) -
         raise ValueError(f"{asked} needs an even head dim, of which two numbers share a byte, got {model.head_dim}")
 
 
-def check_same_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, draft_folder: Path) -> None:
-    """ValueError unless the draft model's token ids mean the same as the target's."""
-    other = read_config(draft_folder)
-    if other.vocab_size != config.vocab_size:
-        raise ValueError(
-            f"draft model {draft_folder} has a vocabulary of {other.vocab_size:,}, the target one of "
-            f"{config.vocab_size:,}: they must be the same"
-        )
-    theirs = load_tokenizer(draft_folder, other)
-    sample = "The quick brown fox jumps over the lazy dog, 1234567890 times; naïve café, \u00fcber \u4e2d\u6587."
-    if tokenizer and theirs and tokenizer.encode(sample) != theirs.encode(sample):
-        raise ValueError(f"draft model {draft_folder} has a different tokenizer than the target: they must share one")
+def check_same_vocabulary(tokenizer: Tokenizer | None, draft_folder: Path) -> ModelConfig:
+    """The draft model's configuration; ValueError unless its token ids mean the same as the target's."""
+    config = read_config(draft_folder)
+    theirs = load_tokenizer(draft_folder, config)
+    if tokenizer and theirs and (how := difference(tokenizer, theirs)):
+        said = f"draft model {draft_folder} has another tokenizer than the target ({how})"
+        raise ValueError(f"{said}: they must share one")
+    return config
 
 
 def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, group: Group) -> None:

@@ -26,6 +26,7 @@ from ..config import EngineConfig
 from ..fast.compile import no_compiler
 from ..policies import registry
 from ..policies.config import DraftConfig
+from ..policies.standalone import check_draft_model
 from ..quantization.quantize import keep_float8, quantize_as_read
 from ..quantization.table import require_precision, require_sizes
 from .fit import check_device, check_kv_dtype, check_planes, check_same_vocabulary, plan_for
@@ -75,8 +76,8 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     draft_folder, draft_config = None, None
     if draft.draft_model is not None:
         draft_folder = locate(draft.draft_model)
-        check_same_vocabulary(tokenizer, model_config, draft_folder)
-        draft_config = read_config(draft_folder)
+        draft_config = check_same_vocabulary(tokenizer, draft_folder)
+        check_draft_model(draft_config, model_config, config.max_seq_len, draft)
         if read_stored_float8(draft_folder):
             _say_dequantized(draft_folder)
     config = as_stored(folder, config, dtype, device, group.size)

@@ -66,7 +66,7 @@ class AutoDraft(DraftPolicy):
         if config.draft_model is not None:
             if draft_model is None:
                 raise ValueError("draft_model names one, and none was given: use Engine.from_pretrained")
-            check_draft_model(draft_model.config, target.model.config, target.cache.max_seq_len)
+            check_draft_model(draft_model.config, target.model.config, target.cache.max_seq_len, config)
         return cls(arms, target, draft_model, draft_group)
 
     @classmethod

@@ -32,7 +32,7 @@ from .costs import ModelSteps
 from .lookup import LookupDraft
 from .model_draft import build_view
 from .policy import DraftPolicy, OwnPrefill, RoundHooks, View
-from .standalone import StandaloneDraft, beside
+from .standalone import StandaloneDraft, beside, view_of_its_own
 
 Count = TypeVar("Count", int, Tensor)
 
@@ -113,9 +113,9 @@ class HierarchyDraft(DraftPolicy):
         view = build_view(config, name, middle)
         cheap: LookupDraft | StandaloneDraft = LookupDraft(target, config.ngram)
         if cheap_view:
-            runner = drafter(beside(target, draft_model, draft_group), config.quantize, tokens=None)
+            runner = drafter(beside(target, draft_model, draft_group, config), config.quantize, tokens=None)
             # the middle level's own token comes between the cheap drafts and the target's: one more may lag
-            cheap = StandaloneDraft(runner, build_view(config, cheap_view[0], runner), target.group, lag=3)
+            cheap = StandaloneDraft(runner, view_of_its_own(config, runner), target, lag=3)
             cheap.stream = CHEAP_STREAM
         return cls(middle, view, name, cheap)
 
@@ -183,8 +183,9 @@ class HierarchyDraft(DraftPolicy):
         n_slots, device, width = len(state.pending), state.pending.device, CHEAP_GAMMA + 1
         row, step = torch.arange(n_slots, device=device)[:, None], torch.arange(width, device=device)  # [B, 1], [T]
         filled = torch.zeros_like(state.seq_len)  # [B]
-        # a row near its end takes as many steps as it would alone, so that its draft does not depend on its neighbours
-        n_steps = n_middle_steps((state.remaining - 1).clamp(0, gamma))  # [B]
+        # a row near its end, or that keeps few drafts, takes as many steps as alone: neighbours change no draft of it
+        most = torch.minimum(state.remaining - 1, state.most_drafts)
+        n_steps = n_middle_steps(most.clamp(0, gamma))  # [B]
         who = torch.zeros(n_slots, gamma + width, dtype=torch.int64, device=device)
         q = torch.zeros(n_slots, gamma + width, state.vocab_size, device=device) if plan.kind.sampled else None
         for i in range(n_middle_steps(gamma)):

@@ -17,10 +17,10 @@ from .config import DraftConfig
 from .policy import DraftPolicy, RoundHooks, View
 
 
-def build_view(config: DraftConfig, name: str, runner: Runner) -> View:
-    """The view of that name over a runner's cache, for the policy of a configuration."""
+def build_view(config: DraftConfig, name: str, runner: Runner, kind: type[View] | None = None) -> View:
+    """The view of that name, or of a kind of it, over a runner's cache, for the policy of a configuration."""
     max_new = config.max_gamma + 2 + registry.policy_class(config.policy).extra_tokens
-    view: View = registry.view_class(name).build(config, runner, max_new)
+    view: View = (kind or registry.view_class(name)).build(config, runner, max_new)
     return view
 
 

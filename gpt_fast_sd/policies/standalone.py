@@ -1,4 +1,4 @@
-"""Another model drafts, smaller and with the same vocabulary, from its own cache, whose slots are the target's.
+"""Another model drafts, smaller and with the same tokenizer, from its own cache, whose slots are the target's.
 
 It shares the target's seq_len: what is committed is committed in both, and rejecting a draft costs nothing here either.
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
@@ -25,9 +26,23 @@ from .config import DraftConfig
 from .costs import ModelSteps
 from .model_draft import ModelDraft, build_view
 from .policy import View
+from .turned_sinks import ChunkedPrefill, TurnedSinksView
+
+PADDING = 1024  # rows of two vocabularies of one tokenizer may differ by so many: Qwen2.5's do by 128
 
 
-def beside(target: Runner, model: Transformer | None, group: Group) -> Runner:
+def view_of_model(draft: DraftConfig) -> str:
+    """The view that a draft model has of its cache."""
+    return (draft.view if draft.policy == "standalone" else None) or "streaming"
+
+
+def view_of_its_own(draft: DraftConfig, runner: Runner) -> View:
+    """That view; where rows may have more tokens than the model has positions, one whose sinks are turned."""
+    is_short = runner.cache.max_seq_len > runner.model.config.n_positions
+    return build_view(draft, view_of_model(draft), runner, TurnedSinksView if is_short else None)
+
+
+def beside(target: Runner, model: Transformer | None, group: Group, draft: DraftConfig) -> Runner:
     """A draft model and a cache for it with the target's slots and seq_len; ValueError if none fits.
 
     group: the ranks that hold the draft model together.
@@ -35,23 +50,59 @@ def beside(target: Runner, model: Transformer | None, group: Group) -> Runner:
     if model is None:
         raise ValueError("a standalone draft needs a draft model: give one to Engine, or use Engine.from_pretrained")
     config, max_seq_len = model.config, target.cache.max_seq_len
-    check_draft_model(config, target.model.config, max_seq_len)
+    check_draft_model(config, target.model.config, max_seq_len, draft)
     own, form = local_config(config, group.size), target.cache.format.in_bytes
     cache = KVCache(own, target.shape[1], max_seq_len, format=form, device=target.device)
     cache.seq_len = target.cache.seq_len
     return replace(target, model=model, cache=cache, group=group)
 
 
-def check_draft_model(config: ModelConfig, target: ModelConfig, max_seq_len: int) -> None:
+def check_draft_model(config: ModelConfig, target: ModelConfig, max_seq_len: int, draft: DraftConfig) -> None:
     """ValueError unless a model of this shape can draft for the target over rows of up to max_seq_len."""
-    if config.vocab_size != target.vocab_size:
+    if abs(config.vocab_size - target.vocab_size) > PADDING:
         raise ValueError(
             f"the draft model has a vocabulary of {config.vocab_size:,}, the target of {target.vocab_size:,}: "
-            "they must share one"
+            "they must share one, but for rows of padding"
         )
     most = config.n_positions
-    if max_seq_len > most:
-        raise ValueError(f"max_seq_len {max_seq_len:,} is over the draft model's {most:,} positions")
+    if max_seq_len <= most:
+        return
+    if (view := view_of_model(draft)) != "streaming":
+        raise ValueError(
+            f"max_seq_len {max_seq_len:,} is over the draft model's {most:,} positions, and view {view!r} reads from "
+            "all of a text: use view 'streaming', whose window may slide past them"
+        )
+    if draft.budget + CHUNK > most:
+        raise ValueError(
+            f"budget {draft.budget:,} and a chunk of {CHUNK} prompt tokens are over the draft model's {most:,} "
+            f"positions: the budget may be at most {max(0, most - CHUNK):,}"
+        )
+
+
+class CommonVocabulary:
+    """A draft model's logits where it has more or fewer rows of padding than the target.
+
+    Tokens that it does not have it never drafts: their q is 0.
+    """
+
+    def __init__(self, group: Group, own: int, size: int) -> None:
+        """own: rows of the draft model, which a group holds. size: the target's."""
+        self.common, self.size = min(own, size), size
+        self.theirs = group.vocabulary(self.common)
+        self.is_cut = group.mesh is None and own > size  # ranks cut together
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The best token that both have, ties go to the lowest id: fp32 [..., R] -> int64 [...]."""
+        best: Tensor = self.theirs.argmax(logits[..., : self.common] if self.is_cut else logits)
+        return best
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """All of the target's: [..., R] -> [..., V]."""
+        return F.pad(self.theirs.whole(logits)[..., : self.common], (0, self.size - self.common), value=float("-inf"))
+
+    def decided(self, *drawn: Tensor) -> tuple[Tensor, ...]:
+        """The first rank's draws, for all of them."""
+        return self.theirs.decided(*drawn)
 
 
 class StandaloneDraft(ModelDraft):
@@ -62,7 +113,7 @@ class StandaloneDraft(ModelDraft):
     fed before, the same values overwrite it. Tokens of rounds without a draft are prefilled first.
     """
 
-    about = "`--draft-model`, with the same vocabulary"
+    about = "`--draft-model`, with the same tokenizer"
     reads = "its own cache, as `--view` says"
     flags = ("draft_model", "draft_tp", "view", "budget", "quantize")
     own_cache = True
@@ -72,14 +123,13 @@ class StandaloneDraft(ModelDraft):
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> StandaloneDraft:
         """Build a draft from the draft model, through a view of its own cache."""
-        runner = drafter(beside(target, draft_model, draft_group), config.quantize, tokens=None)
-        (name,) = cls.views(config)
-        return cls(runner, build_view(config, name, runner), target.group)
+        runner = drafter(beside(target, draft_model, draft_group, config), config.quantize, tokens=None)
+        return cls(runner, view_of_its_own(config, runner), target)
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
         """The view named by the configuration's `view`."""
-        return (config.view or "streaming",)
+        return (view_of_model(config),)
 
     @classmethod
     def needs_model(cls, config: DraftConfig) -> bool:
@@ -93,14 +143,18 @@ class StandaloneDraft(ModelDraft):
         """One step of the draft model per token."""
         return [ModelSteps(draft_model, gamma, cls.views(config)[0])] if draft_model else []
 
-    def __init__(self, runner: Runner, view: View, listeners: Group, *, lag: int = 2) -> None:
-        """listeners: the ranks that verify, all of which need the same draft.
+    def __init__(self, runner: Runner, view: View, target: Runner, *, lag: int = 2) -> None:
+        """target: what verifies; all its ranks need the same draft.
 
         lag: tokens at the end of the text, including the pending one, that a round may leave out of the cache.
         """
         super().__init__(runner, view, "standalone")
-        self.listeners, self.lag = listeners, lag
-        self._prefill = Prefill(runner)
+        self.listeners, self.lag = target.group, lag
+        self._prefill = ChunkedPrefill(runner, view) if isinstance(view, TurnedSinksView) else Prefill(runner)
+        own, size = runner.model.config.vocab_size, target.model.config.vocab_size
+        self._last = own - 1 if own < size else None  # what it reads in place of a token that it does not have
+        if own != size:
+            self.vocabulary = CommonVocabulary(runner.group, own, size)
         self._start = runner.step(draft_step, view.kv()[0])
         self._prepared: dict[int, Filling] = {}  # by slot, since it was last free
 
@@ -121,12 +175,12 @@ class StandaloneDraft(ModelDraft):
 
     def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
         """Begin to prefill the slot of the draft model's cache."""
-        self._prepared[slot] = self._prefill.begin(slot, prompt[:-1])
+        self._prepared[slot] = self._prefill.begin(slot, self._body(prompt))
         return [self._prepared[slot]]
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Prefill the rest of the slot, and select for it."""
-        body, filling = list(prompt[:-1]), self._prepared.pop(slot, None)
+        body, filling = self._body(prompt), self._prepared.pop(slot, None)
         if filling and not filling.left and list(filling.body) == body:
             filling.finish()
         else:
@@ -143,7 +197,7 @@ class StandaloneDraft(ModelDraft):
         if not plan.follows_a_draft:
             for slot, length in plan.lengths.items():
                 for start in range(plan.drafted_at[slot], length + 1 - self.lag, CHUNK):
-                    self._prefill.feed(slot, state.history[slot, start : start + CHUNK].clone(), start)
+                    self._prefill.feed(slot, self._known(state.history[slot, start : start + CHUNK].clone()), start)
         super().host_before_round(self._fed(state), self._planned(plan))
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
@@ -190,7 +244,16 @@ class StandaloneDraft(ModelDraft):
         """
         behind = torch.arange(1 - self.lag, 1, device=state.seq_len.device)  # [T]
         pos = (state.seq_len[:, None] + behind).clamp(min=0)  # [B, T]
-        return self.feed(state.history.gather(1, pos), pos, plan.n_keys, self._start)
+        return self.feed(self._known(state.history.gather(1, pos)), pos, plan.n_keys, self._start)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Tokens of the target as the draft model has them."""
+        return tokens if self._last is None else tokens.clamp(max=self._last)
+
+    def _body(self, prompt: Sequence[int]) -> list[int]:
+        """What is prefilled of a prompt."""
+        body = list(prompt[:-1])
+        return body if self._last is None else [min(token, self._last) for token in body]
 
     def host_free(self, slot: int) -> None:
         """Forget the slot; of its prompt, all but the tokens that the first round fed can still be reused."""

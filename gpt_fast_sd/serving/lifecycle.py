@@ -8,6 +8,8 @@ from collections.abc import Generator, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch import overrides
+from torch.utils._device import DeviceContext
 
 from ..fast.devices import require_current
 from .cuda_graphs import OUT_OF_MEMORY, GraphPool, is_of_capturing
@@ -108,18 +110,37 @@ class Access:
 def own_settings() -> Iterator[None]:
     """What the caller has set for its own work, autocast, default dtype and default device, does not reach inside."""
     casts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    if not casts and torch.get_default_dtype() == torch.float32 and torch.get_default_device() == torch.device("cpu"):
+    modes = overrides._get_current_function_mode_stack()
+    devices = any(isinstance(mode, DeviceContext) for mode in modes)
+    if not casts and not devices and torch.get_default_dtype() == torch.float32:
         yield  # as nearly always: a round of a small model takes half a millisecond
         return
     with contextlib.ExitStack() as stack:
         for kind in casts:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device() != torch.device("cpu"):
-            stack.enter_context(torch.device("cpu"))
+        if devices:
+            stack.enter_context(_on_no_device(modes))
         if (dtype := torch.get_default_dtype()) != torch.float32:
             torch.set_default_dtype(torch.float32)
             stack.callback(torch.set_default_dtype, dtype)
         yield
+
+
+@contextlib.contextmanager
+def _on_no_device(modes: list[Any]) -> Iterator[None]:
+    """Meanwhile no default device is set. Another one on top would not do: Dynamo cannot trace below such a mode."""
+    _replace_modes([mode for mode in modes if not isinstance(mode, DeviceContext)])
+    try:
+        yield
+    finally:
+        _replace_modes(modes)
+
+
+def _replace_modes(modes: list[Any]) -> None:
+    for _ in overrides._get_current_function_mode_stack():
+        overrides._pop_mode()
+    for mode in modes:
+        overrides._push_mode(mode)
 
 
 def sheltered(events: Generator[Event, None, None]) -> Iterator[Event]:

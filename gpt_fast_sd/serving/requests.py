@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt_fast_sd.model import ModelConfig, StreamDecoder, Tokenizer
 
-from ..config import SamplingParams
+from ..config import MAX_GAMMA, SamplingParams
 from .stats import CompletionStats
 
 if TYPE_CHECKING:
@@ -106,6 +106,11 @@ class Request:
     def length(self) -> int:
         """Positions committed once the last emitted token is fed: prompt and output, less that token."""
         return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def may_keep(self) -> int:
+        """Drafts that it may keep in a round."""
+        return MAX_GAMMA if self.params.max_drafts is None else min(self.params.max_drafts, MAX_GAMMA)
 
     def commit(
         self,

@@ -194,7 +194,7 @@ class Schedule:
         """Start a round: draft, verify, judge, commit. False if the rounds in flight must be collected first."""
         started, captured = time.perf_counter(), self.rounds.capture_seconds
         live = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
-        policy = self.policy if speculate else None
+        policy = self.policy if speculate and any(request.may_keep for _, request in live) else None
         plan = RoundPlan.of(
             {slot: request.length for slot, request in live}, [request.params for _, request in live],
             ahead=sum(round_.plan.gamma + 1 for round_ in self.in_flight), number=self.n_rounds + 1,
@@ -214,7 +214,7 @@ class Schedule:
             return False
         gamma, self._chosen, self.n_rounds = plan.gamma, None, plan.number
         if not self.rounds.capture:  # a captured round drafts as planned, and keeps only what may still be emitted
-            room = max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1
+            room = max(min(r.params.max_tokens - len(r.tokens) - 1, r.may_keep) for _, r in live)
             # mass sums all that is verified, which must not depend on how long a row's neighbours go on
             if not (policy and policy.wants_mass and room > 0):
                 gamma = min(gamma, room)
@@ -264,8 +264,10 @@ class Schedule:
             if request.finish_reason:
                 self.release(slot)
         self.agreement.note(f"tokens of round {self.n_rounds}", [(e.index, e.tokens, e.accepted) for e in events])
-        stats, keys_read, taken = self.stats, self.rounds.keys_read(round_.plan), [event.accepted for event in events]
-        stats.count(gamma, [event.drafted for event in events], taken)
+        stats, keys_read = self.stats, self.rounds.keys_read(round_.plan)
+        stats.count(gamma, [event.drafted for event in events], [event.accepted for event in events])
+        few = {request.index for _, request in round_.live if request.may_keep < gamma}
+        taken = [event.accepted for event in events if event.index not in few]  # of others it says nothing
         stats.row_rounds += len(events)
         stats.decode_tokens += sum(len(event.tokens) for event in events)
         working = time.perf_counter() - started

@@ -88,8 +88,32 @@ class StreamDecoder:
         return text
 
 
+MOST_WITHOUT_ROW = 1024  # ids of a tokenizer; CodeLlama-34b has four
+SAMPLE = "The quick brown fox jumps over the lazy dog, 1234567890 times; naïve café, über 中文.\n\n\tif (x):"
+
+
+def difference(one: Tokenizer, other: Tokenizer) -> str | None:
+    """In which token, or text, two tokenizers differ; None: they are one, but one may have more tokens at its end."""
+    common = min(one.vocab_size, other.vocab_size)
+    for token in range(common):
+        if (mine := one.token_bytes(token)) != (theirs := other.token_bytes(token)):
+            texts = [found.decode("utf-8", "replace") for found in (mine, theirs)]
+            # a special token of one may be an ordinary one of the other
+            written = "" if mine and theirs else texts[0] or texts[1]
+            if not written or any(tokenizer.encode(written, bos=False) != [token] for tokenizer in (one, other)):
+                return f"token {token} is {texts[0]!r:.40}, not {texts[1]!r:.40}"
+    for text in (SAMPLE, *sorted({*getattr(one, "special", ()), *getattr(other, "special", ())})):
+        read = [tokenizer.encode(text, bos=False) for tokenizer in (one, other)]
+        if read[0] != read[1] and all(token < common for ids in read for token in ids):
+            return f"{text!r:.60} is read as {read[0]!s:.60}, not {read[1]!s:.60}"
+    return None
+
+
 def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
-    """The folder's tokenizer, None if it has none; every id that it can give has a row in the model's embedding."""
+    """The folder's tokenizer, None if it has none.
+
+    A few of its ids may have no row in the model's embedding, such as a pad token's that was never trained.
+    """
     if is_gguf(folder):
         return _load_from_gguf(folder, config)
     fast, model = folder / "tokenizer.json", folder / "tokenizer.model"
@@ -108,8 +132,8 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
 
 
 def _require_rows(path: Path, n_ids: int, config: ModelConfig) -> None:
-    """Every id has a row in the model's embedding: asked before tables are made that go by the largest of them."""
-    if n_ids > config.vocab_size:
+    """All ids but a few have a row in the model's embedding: asked before tables are made that go by the largest."""
+    if n_ids > config.vocab_size + MOST_WITHOUT_ROW:
         raise CheckpointError(f"{path} has {n_ids} token ids, but the model only has {config.vocab_size} (vocab_size)")
 
 

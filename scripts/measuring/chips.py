@@ -113,6 +113,8 @@ CHIPS = {
         ("h200", "H200 SXM", 4.8e12, 989e12, 67e12, 139, nvlink(900e9), True),  # H200 data sheet, SXM: 1,979
         ("b200", "B200", 7.7e12, 2250e12, 75e12, 178, nvlink(1800e9), True),  # HGX data sheet, an eighth: 180 GB, 4,500
         ("l4", "L4", 0.3e12, 121e12, 30.3e12, 22, PCIE_4, True),  # L4 data sheet: 242
+        ("l40", "L40", 0.864e12, 181e12, 90.5e12, 44, PCIE_4, True),  # L40 data sheet: 362, no NVLink
+        ("a6000", "RTX A6000", 0.768e12, 154.8e12, 38.7e12, 47, PCIE_4, False),  # RTX A6000 data sheet: 309.7
         ("l40s", "L40S", 0.864e12, 362e12, 91.6e12, 44, PCIE_4, True),  # L40S data sheet: 733, no NVLink
         ("a10", "A10", 0.6e12, 125e12, 31.2e12, 22, PCIE_4, False),  # A10 data sheet: 250
         ("rtx 3090", "RTX 3090", 0.936e12, 71e12, 35.6e12, 23.5, PCIE_4, False),  # GA102 white paper; NVLink joins two

@@ -140,8 +140,6 @@ class System:
         )  # fmt: skip
         loading.check_positions(config, self.model)
         check_kv_dtype(config, TORCH_DTYPES[self.dtype])
-        if self.draft_model:
-            check_draft_model(self.draft_model, self.model, config.max_seq_len)
         return config
 
     def plain(self, batch: int, context: float, efficiency: Efficiency = IDEAL) -> float:
@@ -215,6 +213,8 @@ class System:
         have = None if math.isinf(self.chip.memory) else int(self.chip.memory)
         size, on_cuda = TORCH_DTYPES[self.dtype].itemsize, self.device == "cuda"
         needed = self.draft_model if registry.policy_class(draft.policy).needs_model(draft) else None
+        if needed:
+            check_draft_model(needed, self.model, config.max_seq_len, draft)
         ranks = self.draft_ranks(draft)
         parts = [(self.model, self.tp)] + ([(needed, ranks.n if ranks else 1)] if needed else [])
         target, theirs = [*(local_config(*part) for part in parts), None][:2]

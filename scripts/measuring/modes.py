@@ -26,7 +26,7 @@ from measuring.tables import Table
 from measuring.turns import Run, Turns, in_turns, round_ms, run, shortened, spread, take_turns, totals, way_of
 
 Progress = Callable[[str], object]
-MOST_RANDOM = 1 << 24  # tokens of --synthetic, which longer rows go round
+Sets = Sequence[list[list[int]]]  # of a point's prompts
 LOOKING = 60.0  # seconds after which no more gaps of a policy's differences are computed
 NOTHING = "none"
 
@@ -52,6 +52,7 @@ class Job:
     config: ModelConfig
     tokenizer: Tokenizer | None
     texts: Mapping[str, Sequence[int]]  # none where prompts are made up
+    rows: prompts.Rows | None  # of sweeps over size and precision
     settings: list[Setting]
     skipped: dict[str, str]
     told: Callable[[Exception], str]
@@ -272,17 +273,13 @@ class BySize(Mode):
         args = job.args
         if args.context[0] < 2:
             raise ValueError(f"a context has at least 2 tokens, got {args.context[0]}")
-        if args.synthetic:
-            n = min(max(args.batch) * max(args.context), MOST_RANDOM)
-            self.ids = prompts.random_text(n, job.config.vocab_size, args.seed)
-            text: Record = {"synthetic": args.seed}
-        else:
-            self.ids = [token for ids in job.texts.values() for token in ids]
-            text = {"files": list(job.texts), "tokens": len(self.ids), "digest": digest(self.ids)}
+        assert job.rows
+        self.rows, self.sets = job.rows, getattr(args, "sets", None) or 1
         names = ("draft_model", "max_new_tokens", "pairs", "seed", "dtype")
         draft_config = read_config(locate(args.draft_model)) if args.draft_model else None
         settings = job.in_common(
-            transformer=asdict(job.config), text=text, compiled=not args.no_compile,
+            transformer=asdict(job.config), text=job.rows.about, compiled=not args.no_compile,
+            **({"sets": self.sets} if self.sets > 1 else {}),
             draft_transformer=asdict(draft_config) if draft_config else None,
             **{name: getattr(args, name) for name in names}, **job.timed, **settings,
         )  # fmt: skip
@@ -292,7 +289,7 @@ class BySize(Mode):
 
     def note(self, batch: int, context: int) -> str | None:
         """What is to be said of a point's prompts, which are not made before an engine has room for them."""
-        return prompts.remark_on(len(self.ids), batch, context, self.job.bos)
+        return self.rows.note(batch, context)
 
     def known(self, point: Point) -> Record | None:
         """The figures that the file holds: what failed is tried again."""
@@ -323,16 +320,17 @@ class BySize(Mode):
         )  # fmt: skip
 
     def measure(self, point: Point, engine: Engine) -> Record:
-        rows = prompts.round_the_text(self.ids, point.batch, point.context, self.job.bos)
+        sets = [self.rows.rows(point.batch, point.context, i, self.sets) for i in range(self.sets)]
         system, name = self.system(engine), f"{point.batch} x {point.context:,}, {draft_label(point.key)}"
-        found = self.figures(point, engine, system, rows, lambda what: self.step(f"{name}: {what}"))
+        found = self.figures(point, engine, system, sets, lambda what: self.step(f"{name}: {what}"))
         rates = {"bandwidth": system.chip.bandwidth, "peak": system.chip.peak}
         return found | {"note": self.note(point.batch, point.context), "machine": rates}
 
-    def figures(self, point: Point, engine: Engine, system: System, rows: list[list[int]], tell: Progress) -> Record:
+    def figures(self, point: Point, engine: Engine, system: System, sets: Sets, tell: Progress) -> Record:
         machine.restart_peak(engine.device)
         params, args = self.job.params(point.batch, point.temperature), self.job.args
-        turns = take_turns(engine, rows, params, args.pairs, seconds=args.seconds, progress=tell)
+        how: Record = {"seconds": args.seconds, "progress": tell}
+        turns = Turns.together([take_turns(engine, rows, params, args.pairs, **how) for rows in sets])
         planner = engine.schedule.planner  # which tells of the last run that drafted
         found = {"found": [vars(one) for one in planner.found()]} if isinstance(planner, DraftPlanner) else {}
         return points.summarize(point, turns, engine, system, self.job.draft(point)) | found
@@ -622,9 +620,9 @@ class ByPrecision(BySize):
             self.engines[precision] = found
         return self.engines[precision]
 
-    def figures(self, point: Point, engine: Engine, system: System, rows: list[list[int]], tell: Progress) -> Record:
+    def figures(self, point: Point, engine: Engine, system: System, sets: Sets, tell: Progress) -> Record:
         """Decode plainly with every target and with drafts at every precision, in turns after short untimed runs."""
-        params, n = self.job.params(point.batch, point.temperature), self.job.args.pairs
+        params, n, (rows,) = self.job.params(point.batch, point.temperature), self.job.args.pairs, sets
         plain = [*dict.fromkeys([Precision(), *(one.of_target for one in self.precisions)])]
         ways = [*((one, False) for one in plain), *((one, True) for one in self.precisions)]
 

@@ -33,7 +33,7 @@ def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft:
     return {
         "status": "measured", "dtype": engine.dtype_name, "kv_dtype": engine.config.kv_dtype or engine.dtype_name,
         "speedup": {name: spread(found) if found else None for name, found in ratios.items()},
-        "ratios": ratios, "ratio_interval": median_interval(ratios["completion"]),
+        "ratios": ratios, "ratio_interval": median_interval(ratios["completion"]), "over_sets": turns.over_sets,
         "plain": plain, "speculative": speculative, "predicted": predicted | {"by_steps": turns.by_steps},
         "percent_of_roofline": {
             "plain": 100 * predicted["plain_ms"] / plain["round_ms"]["round"],
@@ -42,12 +42,13 @@ def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft:
         **turns.acceptance,
         "rounds_by_gamma": turns.rounds_by_gamma,
         "lossless": {
-            "compared": is_comparable, "rows": point.batch, "equal": point.batch - len(differences),
+            "compared": is_comparable, "rows": point.batch * turns.sets,
+            "equal": point.batch * turns.sets - len(differences),
             "differences": differences,
         },
         "prefill": {
             "seconds": turns.prefill.prefill_seconds, "tokens_computed": turns.prefill.prefill_tokens,
-            "tokens_held": point.batch * (point.context - 1),
+            "tokens_held": turns.sets * point.batch * (point.context - 1),
             "tokens_per_second": turns.prefill.prefill_tokens_per_second,
         },
         "memory": {
@@ -65,9 +66,13 @@ def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft:
 
 def more(r: Record) -> str:
     kv, memory, prefill = (r[way]["kv_bytes_per_token"] for way in WAYS), r["memory"], r["prefill"]
-    by_position = " ".join(f"{share:.0%}" for share in r["acceptance_by_position"])
+    by_position, over = " ".join(f"{share:.0%}" for share in r["acceptance_by_position"]), r.get("over_sets")
+    told = ""
+    if over:
+        told = f"over {len(over['sets'])} sets {over['mean']:.2f}x ± {over['interval'][1] - over['mean']:.2f}; "
     return (
-        f"{'':16}accepted by position {by_position or '-'}; plain {r['plain']['round_ms']['round']:.2f} ms per step, "
+        f"{'':16}{told}accepted by position {by_position or '-'}; "
+        f"plain {r['plain']['round_ms']['round']:.2f} ms per step, "
         f"{r['percent_of_roofline']['plain']:.0f} % of the roofline, rounds {r['percent_of_roofline']['round']:.0f} %; "
         f"by steps {shown(r['predicted']['by_steps'], '.2f')}x; KV read per token "
         f"{' to '.join(f'{one / 1e6:.2f}' for one in kv)} MB; cache {memory['kv_cache_bytes'] / 2**20:,.0f} MiB, "
@@ -157,7 +162,7 @@ SIZES = Table(
     Column("least, greatest", lambda r: ends_text(shown_speedup(r)), left=True),
     number("to end", "speedup.completion.median", ".2f", unit="x"), number("pred.", "predicted.speedup", ".2f"),
     ACCEPTED, DISTINCT, YIELD, PARTS,
-    Column("equal", lambda r: f"{r['lossless']['equal']}/{r['batch']}" if r["lossless"]["compared"] else "-"),
+    Column("equal", lambda r: "{equal}/{rows}".format_map(r["lossless"]) if r["lossless"]["compared"] else "-"),
 )  # fmt: skip
 PRECISIONS = Table(
     *POINT, Column("cache/drafts/weights", lambda r: r["precision"], left=True), PLAIN,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +16,8 @@ from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer
 CONTEXT = 4096  # tokens of a prompt if no length is given
 END = 512  # tokens at the end of a stretch that are averaged on their own
 LONGEST_TEXT = 2**28  # bytes: more than any model has positions for
+MOST_RANDOM = 1 << 24  # random tokens, which longer rows go round
+Record = dict[str, Any]
 
 
 def read_text(path: Path) -> str:
@@ -41,12 +45,6 @@ def tokens_of(path: Path, tokenizer: Tokenizer) -> list[int]:
     if not ids:
         raise ValueError(f"{path} is empty: give it some text")
     return ids
-
-
-def texts_of(paths: Sequence[Path], tokenizer: Tokenizer) -> dict[str, list[int]]:
-    if len({path.name for path in paths}) < len(paths):
-        raise ValueError("two texts have one name: give each once, by a name of its own")
-    return {path.name: tokens_of(path, tokenizer) for path in paths}
 
 
 def stretches(texts: Mapping[str, Sequence[int]], n: int, length: int, bos: int | None) -> list[list[int]]:
@@ -93,7 +91,44 @@ def remark_on(n_ids: int, n: int, length: int, bos: int | None) -> str | None:
 
 
 def random_text(n: int, vocab_size: int, seed: int) -> list[int]:
-    return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+    made = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (min(n, MOST_RANDOM),), generator=made).tolist()
+
+
+class Rows(Protocol):
+    """Prompts of a kind."""
+
+    about: Record  # what they are of: measurements that go on have the same
+
+    def rows(self, n: int, length: int, turn: int = 0, turns: int = 1) -> list[list[int]]:
+        """n prompts of length tokens, BOS first, for one of so many turns; those of others share nothing with them."""
+        ...
+
+    def note(self, n: int, length: int) -> str | None:
+        """What is to be said of such prompts."""
+        ...
+
+
+@dataclass
+class RoundTheText:
+    """Stretches of texts joined, or of random tokens, that begin evenly spread and go round their end."""
+
+    ids: Sequence[int]
+    bos: int | None
+    about: Record
+
+    def rows(self, n: int, length: int, turn: int = 0, turns: int = 1) -> list[list[int]]:
+        if turns > 1 and n * turns * length > len(self.ids):
+            raise ValueError(
+                f"--sets {turns} of {n} rows of {length:,} tokens take {n * turns * length:,} tokens, and the texts "
+                f"have {len(self.ids):,}"
+            )
+        return round_the_text(self.ids, n * turns, length, self.bos)[turn::turns]
+
+    def note(self, n: int, length: int) -> str | None:
+        if "synthetic" in self.about:
+            return "the tokens are random: text is decoded at another speed, by SPEED-Bench 23 % slower"
+        return remark_on(len(self.ids), n, length, self.bos)
 
 
 def ragged(

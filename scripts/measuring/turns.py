@@ -16,6 +16,7 @@ from measuring.roofline import omega
 
 SHORT = 16  # new tokens of the untimed runs: every step has run once, and all slots are prefilled
 WAYS = ("plain", "speculative")
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # quantiles of Student's t, two-sided
 T = TypeVar("T")
 Way = TypeVar("Way")
 Record = dict[str, Any]
@@ -85,6 +86,27 @@ class Turns:
     speculative: list[Run] = field(default_factory=list)
     prefill: EngineStats = field(default_factory=EngineStats)
     capture_seconds: float = 0.0  # of the untimed runs
+    sets: int = 1  # of prompts, one after another
+
+    @staticmethod
+    def together(sets: Sequence[Turns]) -> Turns:
+        """As many pairs of several sets of as many prompts."""
+        return Turns(
+            [one for each in sets for one in each.plain], [one for each in sets for one in each.speculative],
+            sum((each.prefill for each in sets), EngineStats()), sum(each.capture_seconds for each in sets), len(sets),
+        )  # fmt: skip
+
+    @property
+    def over_sets(self) -> Record | None:
+        """The mean of the sets' median ratios to completion, and its interval of 95 % by Student's t; None for one."""
+        found, per = self.ratios(), len(self.plain) // self.sets
+        if self.sets == 1 or not found:
+            return None
+        medians = [statistics.median(found[i : i + per]) for i in range(0, len(found), per)]
+        df, mean = self.sets - 1, statistics.fmean(medians)
+        quantile = T_95[df - 1] if df <= len(T_95) else 1.96 + 2.5 / df
+        half = quantile * statistics.stdev(medians) / math.sqrt(self.sets)
+        return {"sets": medians, "mean": mean, "interval": [mean - half, mean + half]}
 
     def ratios(self, speed: str = "completion") -> list[float]:
         """Speculative over plain speed of each pair, "steady" or "completion"; empty if a run was too short."""
@@ -98,9 +120,10 @@ class Turns:
     @property
     def first_differences(self) -> list[Record]:
         """Where a speculative output first differs from the plain one of its pair: row and position."""
-        found: dict[int, int] = {}
-        for plain, speculative in zip(self.plain, self.speculative, strict=True):
-            for row, outputs in enumerate(zip(plain.outputs, speculative.outputs, strict=True)):
+        found, per = dict[int, int](), max(1, len(self.plain) // self.sets)
+        for i, (plain, speculative) in enumerate(zip(self.plain, self.speculative, strict=True)):
+            first = i // per * len(plain.outputs)  # row of its set
+            for row, outputs in enumerate(zip(plain.outputs, speculative.outputs, strict=True), start=first):
                 if (at := first_difference(*outputs)) is not None:
                     found[row] = min(at, found.get(row, at))
         return [{"row": row, "position": found[row]} for row in sorted(found)]

@@ -310,10 +310,12 @@ ENGINES_REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict
     *(({}, {"policy": "early_exit", "exit_layers": n}, {"n_layers": layers}, None,
        f"exit_layers must be below the model's {layers} layers") for layers, n in ((4, 4), (4, 9), (1, None))),
     *(({"max_seq_len": 640}, {"policy": "standalone", "view": "full"}, {}, theirs, said) for theirs, said in (
-        ({"vocab_size": 300}, "the draft model has a vocabulary of 300, the target of 258"),
+        ({"vocab_size": 1283}, "the draft model has a vocabulary of 1,283, the target of 258"),
         ({"max_seq_len": 639}, "max_seq_len 640 is over the draft model's 639 positions"),
-        ({"sliding_window": 512}, "max_seq_len 640 is over the draft model's 512 positions"),
+        ({"sliding_window": 512}, "over the draft model's 512 positions, .* view 'full' reads from all"),
         (None, "needs a draft model"))),
+    ({"max_seq_len": 640}, {"policy": "standalone", "budget": 200}, {}, {"max_seq_len": 400},
+     "budget 200 and a chunk of 256 prompt tokens are over the draft model's 400 positions: .* at most 144"),
     *(({}, {"policy": policy}, {}, {}, f"policy '{policy}' drafts without one")
       for policy in ("off", "streaming", "lookup", "hierarchy")),
     ({"kv_dtype": "int8"}, {}, {"dtype": torch.float16}, None,

@@ -25,7 +25,7 @@ from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import FORMATS, SPLIT, KVCache, Transformer, load_model, load_tokenizer, read_config
 from gpt_fast_sd.quantization import quantize
 from gpt_fast_sd.quantization.quantize import TAIL
-from tests.drafts import MIXTURES, PLANES, POLICIES, draft_of
+from tests.drafts import MIXTURES, PLANES, POLICIES, draft_of, given
 from tests.gpt_fast_sd.fast import references
 from tests.gpt_fast_sd.policies.drafting import tokens_of
 from tests.gpt_fast_sd.test_exact import Watched, covers
@@ -41,7 +41,7 @@ def engine(name: str = "off", gamma: int | str = 4, *, model: Transformer | None
     """An eager engine of 2 slots with an int8 cache around the tiny model, with that policy."""
     draft = draft_of(name, gamma)
     # the same weights but for the last digits: a draft model whose drafts are often right
-    theirs = tiny_model(seed=0).bfloat16().float() if draft.draft_model else None
+    theirs = given(name, tiny_model(seed=0).bfloat16().float()) if draft.draft_model else None
     return tiny_engine(draft, theirs, model=model, **{"max_seq_len": 640, "kv_dtype": "int8"} | changes)
 
 
@@ -66,7 +66,15 @@ EVERYWHERE = {  # who drafts where: eagerly, in captured rounds, in compiled ste
     "by operators of CUDA": HALF,
 }
 SOON = {
-    "eager": ["streaming", "snapkv", "lookup", "hierarchy over standalone", "hierarchy, guided", *PLANES],
+    "eager": [
+        "streaming",
+        "snapkv",
+        "lookup",
+        "hierarchy over standalone",
+        "hierarchy, guided",
+        "past its positions",
+        *PLANES,
+    ],
     "captured": ["quest", "quantized", "snapkv x planes"],
     "traced": ["quest x planes"],
     "by operators of CUDA": ["guided x planes"],

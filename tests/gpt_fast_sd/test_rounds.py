@@ -17,7 +17,7 @@ from gpt_fast_sd.serving.launch import InFlightRound
 from gpt_fast_sd.serving.requests import RoundEvent
 from gpt_fast_sd.state import RoundPlan
 from measuring.replay import Replay
-from tests.drafts import MIXTURES, POLICIES, draft_of
+from tests.drafts import MIXTURES, POLICIES, draft_of, given
 from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, tokens_of
 from tests.gpuless.recorder import capture
@@ -30,14 +30,15 @@ PROMPTS = [random_ids(n, seed=n) for n in LENGTHS]
 EOS_IDS = tuple(range(8, 256, 17))
 GREEDY = [SamplingParams(max_tokens=12 + 9 * i % 25, ignore_eos=i % 3 == 0) for i in range(len(PROMPTS))]
 MIXED = [
-    SamplingParams(max_tokens=14, temperature=(0.0, 1.0, 0.8)[i % 3], top_k=40 if i == 4 else None, seed=i)
+    SamplingParams(max_tokens=14, temperature=(0.0, 1.0, 0.8)[i % 3], top_k=40 if i == 4 else None, seed=i,
+                   max_drafts=(None, None, 0, 1)[i % 4])
     for i in range(len(PROMPTS))
-]
+]  # fmt: skip
 
 
 def engine(name: str, *, gamma: int | str = 3, **changes: Any) -> Engine:
     draft, model = draft_of(name, gamma), tiny_model(tiny_config(eos_ids=EOS_IDS))
-    theirs = tiny_model(tiny_config(n_layers=1), seed=1) if draft.draft_model else None
+    theirs = given(name, tiny_model(tiny_config(n_layers=1), seed=1)) if draft.draft_model else None
     return tiny_engine(draft, theirs, model=model, **{"batch_size": 3, "max_seq_len": 800} | changes)
 
 
@@ -52,7 +53,7 @@ def told(completions: list[Completion]) -> list[tuple[list[int], str, int, int]]
 
 
 @pytest.mark.parametrize("params", [pytest.param(GREEDY, marks=pytest.mark.slow), MIXED], ids=["greedy", "mixed"])
-@pytest.mark.parametrize("name", few(NAMES, ["off", "guided", "lookup", "standalone, snapkv", "hierarchy, guided"]))
+@pytest.mark.parametrize("name", few(NAMES, ["off", "guided", "lookup", *MIXTURES]))
 def test_captured_rounds_emit_what_eager_ones_do(name: str, params: list[SamplingParams]) -> None:
     eager, one = engine(name), captured(name)
     plain = eager.generate(PROMPTS, params, speculate=False)

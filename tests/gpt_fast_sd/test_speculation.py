@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from gpt_fast_sd.model import KV, SPLIT, ModelConfig, Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy, ModelDraft
 from gpt_fast_sd.serving.requests import Completion, RoundEvent, TokenEvent
 from gpt_fast_sd.state import BatchState, RoundPlan
-from tests.drafts import MIXTURES, POLICIES, VIEWS, draft_of
+from tests.drafts import MIXTURES, POLICIES, VIEWS, draft_of, given
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, entries, nearly, prefilled, tokens_of
 from tests.helpers import ahead, few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
 
@@ -191,7 +192,7 @@ PARAMS = [SamplingParams(max_tokens=6 + 5 * i % 17, ignore_eos=i % 4 == 1) for i
 def speculator(name: str, gamma: int | str = 4, config: ModelConfig | None = None, **settings: Any) -> Engine:
     """An eager engine of 3 slots around the tiny model of that config, with that policy."""
     model, draft = tiny_model(config or tiny_config(eos_ids=EOS_IDS)), draft_of(name, gamma)
-    theirs = nearly(model, by=0.03) if draft.draft_model else None
+    theirs = given(name, nearly(model, by=0.03)) if draft.draft_model else None
     return tiny_engine(draft, theirs, model=model, **{"batch_size": 3, "max_seq_len": 320} | settings)
 
 
@@ -264,7 +265,8 @@ def test_accounts_add_up(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", few([*POLICIES, *MIXTURES], ["streaming", "lookup", "standalone", "hierarchy, guided"])
+    "name",
+    few([*POLICIES, *MIXTURES], ["streaming", "lookup", "standalone", *MIXTURES]),
 )
 def test_a_seed_fixes_a_rows_tokens_with_any_gamma_alone_and_in_a_batch(name: str) -> None:
     kinds = [{"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}, {}, {"temperature": 1.2, "top_p": 0.8}]
@@ -290,6 +292,36 @@ def test_a_seed_fixes_a_rows_tokens_beside_rows_that_go_on_for_longer(name: str)
         prompts = [random_ids(n, seed=10 * i + n) for n in (300, 400, 200)]
         for got, prompt, wanted in zip(one.generate(prompts, params), prompts, params, strict=True):
             assert one.generate([prompt], wanted)[0].tokens == got.tokens
+
+
+# ---- rows that do not speculate beside rows that do ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", few([*POLICIES, *MIXTURES], ["streaming", "guided", "lookup", "hierarchy"]))
+def test_a_row_that_keeps_fewer_drafts_than_its_neighbours_is_what_it_is_alone(name: str) -> None:
+    """One that keeps none draws with the same random numbers as plain decoding."""
+    kinds = [{}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}]
+    params = [
+        SamplingParams(max_tokens=9 + i % 5, seed=i, ignore_eos=True, **kinds[i % 3]) for i in range(len(PROMPTS))
+    ]
+    one, limits = speculator(name, 3), [(None, 0, 2, 0)[i % 4] for i in range(len(PROMPTS))]
+    plain = one.generate(PROMPTS, params, speculate=False)
+    whole = one.generate(PROMPTS, params)
+    mixed = [replace(p, max_drafts=n) for p, n in zip(params, limits, strict=True)]
+    together = one.generate(PROMPTS, mixed)
+    for i, (limit, got) in enumerate(zip(limits, together, strict=True)):
+        by_position = got.stats.accepted_by_position
+        if limit == 0:
+            assert got.tokens == plain[i].tokens and not got.stats.drafted and got.stats.rounds == len(got.tokens)
+        elif limit is None:
+            assert got.tokens == whole[i].tokens and by_position == whole[i].stats.accepted_by_position
+        else:
+            alone = one.generate([PROMPTS[i]], mixed[i])[0]
+            assert got.tokens == alone.tokens and by_position == alone.stats.accepted_by_position
+            assert 0 < len(got.stats.drafted_by_position) <= limit
+    assert one.generate(PROMPTS[:2], SamplingParams(max_tokens=5, max_drafts=0)) and set(one.stats.rounds_by_gamma) == {
+        0
+    }
 
 
 # ---- what rounds tell, if somebody listens ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +69,15 @@ def captures(place: Place) -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """On CUDA a test that takes too long ends the process, with a traceback: nothing else stops a kernel that hangs."""
-    if item.get_closest_marker("gpu") is None:
-        return (yield)
-    marker = item.get_closest_marker("seconds")
-    faulthandler.dump_traceback_later(marker.args[0] if marker else SECONDS, exit=True)
-    try:
-        return (yield)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On CUDA a test that takes too long ends the process, with a traceback: nothing else stops a kernel that hangs.
+
+    There is one such timer in a process: this takes the place of pytest's own, which ends it with the test.
+    """
+    if item.get_closest_marker("gpu") is not None:
+        marker = item.get_closest_marker("seconds")
+        faulthandler.dump_traceback_later(marker.args[0] if marker else SECONDS, exit=True)
 
 
 # ---- what has passed is not run again --------------------------------------------------------------------------------

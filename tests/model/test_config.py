@@ -36,6 +36,12 @@ PUBLISHED_SIZES = {
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
     "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": 1_100_048_384,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+    "TinyLlama/TinyLlama_v1.1": 1_100_048_384,
+    "JackFram/llama-68m": 68_030_208,
+    "NousResearch/Yarn-Llama-2-7b-128k": 6_738_415_616,
+    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
+    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
+    "meta-llama/Meta-Llama-3-70B": 70_553_706_496,
     "mistralai/Mistral-7B-v0.1": 7_241_732_096,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "Qwen/Qwen2.5-0.5B": 494_032_768,
@@ -55,6 +61,8 @@ PUBLISHED_SIZES = {
     "HuggingFaceTB/SmolLM2-360M": 361_821_120,
     "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
     "01-ai/Yi-6B": 6_061_035_520,
+    "01-ai/Yi-1.5-6B": 6_061_035_520,
+    "01-ai/Yi-1.5-34B": 34_388_917_248,
 }
 
 

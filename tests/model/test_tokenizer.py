@@ -17,6 +17,7 @@ import pytest
 import sentencepiece
 
 from gpt_fast_sd.model import CheckpointError, ModelConfig, StreamDecoder, Tokenizer, load_tokenizer
+from gpt_fast_sd.model.files import tokenizer as tokenizer_file
 from tests.helpers import Patch
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -524,10 +525,16 @@ def test_a_folder_has_no_tokenizer_or_one_whose_end_its_model_decides(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
-def test_more_token_ids_than_the_model_has_are_refused(kind: str, tmp_path: Path, proto: bytes, bpe: Any) -> None:
+def test_a_few_token_ids_may_have_no_row_in_the_model_and_many_are_refused(
+    kind: str, tmp_path: Path, proto: bytes, bpe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = llama_2(tmp_path, proto) if kind == "tokenizer.model" else write_library(tmp_path, bpe)
+    fewer = replace(CONFIG, vocab_size=399)
+    found = load_tokenizer(folder, fewer)
+    assert found and found.vocab_size == 400
+    monkeypatch.setattr(tokenizer_file, "MOST_WITHOUT_ROW", 0)
     with pytest.raises(CheckpointError, match=rf"{kind} has 400 token ids, but the model only has 399 \(vocab_size\)"):
-        load_tokenizer(folder, replace(CONFIG, vocab_size=399))
+        load_tokenizer(folder, fewer)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ VALUES: dict[str, Any] = {  # by the name of a field, of which its flag has dash
     "draft_quantize": "int8", "kv_dtype": "fp16", "cuda_graphs": "off", "max_autotune": True, "budget": 192, "gamma": 5,
     "draft_model": "bundled", "view": "quest", "cheap": "standalone", "exit_layers": 2, "ngram": 5, "n_sink": 8,
     "refresh": 32, "page": 64, "draft_tp": 2, "temperature": 0.5, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "seed": 7,
-    "ignore_eos": True,
+    "ignore_eos": True, "max_drafts": 2,
 }  # fmt: skip
 GIVEN: dict[str, tuple[list[str], Any]] = {  # what is typed, what it means
     name: ([f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])], value)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import card as run_card
+import comparing
 import generate
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED, find_smollm2, locate
@@ -23,7 +24,6 @@ from gpt_fast_sd.model import load_tokenizer, read_config, save_hugging_face
 from gpt_fast_sd.policies.registry import policies
 from gpt_fast_sd.serving.requests import TokenEvent
 from gpt_fast_sd.serving.stats import EngineStats
-from measuring import comparing
 from measuring.lossless import Difference
 from tests.helpers import ByteTokenizer, Patch, Printed, Refuses, random_ids, tiny_config, tiny_model
 

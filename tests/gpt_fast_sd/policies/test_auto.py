@@ -92,8 +92,8 @@ def test_where_nothing_can_pay_no_arm_is_made_and_what_does_not_fit_is_refused_b
     for draft, said in (({"draft_model": "given"}, "none was given"), ({"kv_bits": 4}, "planes|int8")):
         with pytest.raises(ValueError, match=said):
             one.redraft(DraftConfig(policy="auto", **draft))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="vocabulary of 99"):
-            one.redraft(DraftConfig(policy="auto", draft_model="given"), tiny_model(tiny_config(vocab_size=99)))
+        with pytest.raises(ValueError, match="vocabulary of 1,300"):
+            one.redraft(DraftConfig(policy="auto", draft_model="given"), tiny_model(tiny_config(vocab_size=1300)))
     assert one.draft.n_sink == 64
     monkeypatch.undo()
     one.redraft(DraftConfig(policy="auto", n_sink=64, budget=64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,9 +205,45 @@ def test_a_draft_model_with_just_enough_positions_is_taken_and_redrafting_takes_
     assert one.stats.acceptance_rate == 1.0
 
 
-def test_a_draft_model_with_another_tokenizer_is_refused() -> None:
+def test_a_draft_model_with_another_tokenizer_is_refused_be_it_in_one_token(tmp_path: Path) -> None:
     bundled = Path(gpt_fast_sd.__file__).parent / "bundled"
-    config = read_config(bundled)
-    check_same_vocabulary(load_tokenizer(bundled, config), config, bundled)
-    with pytest.raises(ValueError, match="has a different tokenizer than the target: they must share one"):
-        check_same_vocabulary(ByteTokenizer(), config, bundled)
+    own = load_tokenizer(bundled, read_config(bundled))
+    check_same_vocabulary(own, bundled)
+    with pytest.raises(ValueError, match=r"has another tokenizer than the target .*: they must share one"):
+        check_same_vocabulary(ByteTokenizer(), bundled)
+    shutil.copytree(bundled, tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors"))
+    pieces = (bundled / "tokenizer.model").read_bytes()
+    assert pieces.count(b"\xe2\x96\x81the") > 1 and own
+    first = own.encode("the", bos=False)
+    (tmp_path / "other" / "tokenizer.model").write_bytes(pieces.replace(b"\xe2\x96\x81the", b"\xe2\x96\x81thq", 1))
+    with pytest.raises(ValueError, match=rf"\(token {first[0]} is ' the', not ' thq'\): they must share one"):
+        check_same_vocabulary(own, tmp_path / "other")
+
+
+# ---- vocabularies that differ in rows of padding ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [180, 290])
+def test_a_draft_model_may_have_other_rows_of_padding(rows: int) -> None:
+    """What it lacks it reads as its last token and never drafts; what it has besides it never drafts, either."""
+    target = tiny_model()
+    draft = tiny_model(tiny_config(vocab_size=rows))
+    common = min(rows, 258)
+    with torch.no_grad():
+        for mine, theirs in zip(draft.parameters(), target.parameters(), strict=True):
+            mine[:common].copy_(theirs[:common]) if mine.shape != theirs.shape else mine.copy_(theirs)
+    one, policy = standalone(draft, gamma=3)
+    drafting_now_and_then(one, [3, 0, 3])
+    drafts, propose = list[Draft](), policy.propose
+    policy.propose = lambda *args: drafts.append(propose(*args)) or drafts[-1]  # type: ignore[func-returns-value, method-assign]
+    greedy, sampled = SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=1.0, top_k=50, seed=1)
+    prompts = [random_ids(40, seed=1, vocab_size=258), random_ids(300, seed=2, vocab_size=258)]
+    assert max(map(max, prompts)) > 180
+    plain = tokens_of(one.generate(prompts, greedy, speculate=False))
+    assert tokens_of(one.generate(prompts, greedy)) == plain
+    assert one.stats.acceptance_rate > (0.5 if rows > 258 else 0)
+    one.generate(prompts, sampled)
+    assert all(int(draft.tokens.max()) < common for draft in drafts)
+    qs = [draft.q for draft in drafts if draft.q is not None]
+    assert qs and all(q.shape[-1] == 258 and not q[..., common:].any() for q in qs)
+    assert all(torch.allclose(q.sum(-1), torch.ones(())) for q in qs)

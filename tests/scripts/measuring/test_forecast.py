@@ -26,6 +26,7 @@ from tests.helpers import DATA
 LLAMA, SMALL = preset("meta-llama/Llama-3.1-8B"), preset("meta-llama/Llama-3.2-1B")
 LLAMA_2 = preset("meta-llama/Llama-2-7b-hf")
 H200, A100, H100 = CHIPS["h200"], CHIPS["a100"], CHIPS["h100"]
+BESIDE = DraftConfig(policy="standalone", draft_model="given")
 STREAMING = DraftConfig(policy="streaming", budget=512)
 
 
@@ -454,7 +455,7 @@ HALVED = DraftConfig(policy="quantized")  # once half of each number of bf16 was
     ("asked", "said"),
     [
         (lambda: on_h200().memory(STREAMING, 0, 1000), "batch_size must be a whole number of at least 1, got 0"),
-        (lambda: on_h200(draft_model=LLAMA_2).memory(STREAMING, 1, 1000), "of 32,000, the target of 128,256"),
+        (lambda: on_h200(draft_model=LLAMA_2).memory(BESIDE, 1, 1000), "of 32,000, the target of 128,256"),
         (lambda: on_h200(dtype="fp16", kv_dtype="int8").memory(STREAMING, 1, 1000), "'int8' is not for models in fp16"),
         (lambda: replace(BY_A100, quantize="float8"), NO_FLOAT8),
         (lambda: BY_A100.forecast(replace(STREAMING, quantize="float8"), 0.8, 8, 64000, 4), NO_FLOAT8),

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from measuring.prompts import longest_context, ragged, random_text, remark_on, round_the_text, stretches, texts_of
-from tests.helpers import ByteTokenizer, random_ids, tiny_model
+from measuring.prompts import longest_context, ragged, random_text, remark_on, round_the_text, stretches
+from tests.helpers import random_ids, tiny_model
 
 
 def test_every_row_has_its_own_stretch_and_the_texts_take_turns() -> None:
@@ -29,16 +27,6 @@ def test_a_text_too_short_says_how_many_tokens_there_are_and_are_needed() -> Non
         stretches({"b": list(range(30))}, 4, 11, bos=0)
     with pytest.raises(ValueError, match=r"b has 30 tokens, but 1 prompt of 40 needs 39"):
         stretches({"a": list(range(100)), "b": list(range(30))}, 2, 40, bos=0)
-
-
-def test_two_texts_of_one_name_are_refused_where_one_would_be_lost(tmp_path: Path) -> None:
-    paths = [tmp_path / folder / "book.txt" for folder in ("a", "b")]
-    for i, path in enumerate(paths):
-        path.parent.mkdir()
-        path.write_text(f"text {i}")
-    assert list(texts_of(paths[:1], ByteTokenizer())) == ["book.txt"]
-    with pytest.raises(ValueError, match="two texts have one name"):
-        texts_of(paths, ByteTokenizer())
 
 
 @pytest.mark.parametrize(

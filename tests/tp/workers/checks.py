@@ -268,6 +268,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "standalone": SMALL,
     "standalone_on_one": {"policy": "standalone", "draft_tp": 1, **SMALL},
     "standalone_on_two": {"policy": "standalone", "draft_tp": 2, **SMALL},
+    "standalone_past_its_positions": {"policy": "standalone", **SMALL},
     "snapkv_where_kv_heads_are_few": {"policy": "snapkv", "budget": 72},
     "streaming_where_kv_heads_are_few": {"policy": "streaming"},
 }
@@ -275,6 +276,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # a kv head is on several ranks, each of which selects by its own query heads: other drafts, so samples may differ
     "snapkv_where_kv_heads_are_few": {"config": wide_config(n_kv_heads=1, qkv_bias=True), "sampled": False},
     "streaming_where_kv_heads_are_few": {"config": wide_config(n_kv_heads=2, tie_embeddings=True)},
+    # and with fewer rows of padding than the target
+    "standalone_past_its_positions": {"draft_shape": wide_config(n_layers=1, max_seq_len=300, vocab_size=251)},
 }
 
 
@@ -290,7 +293,8 @@ def drafts_give_the_tokens_of_one_rank(name: str, parallel: Parallel, folder: Pa
 
 
 for name in DRAFTS:
-    group = {"guided": ENGINE, "standalone_on_one": ENGINE, "snapkv": SELDOM, "hierarchy": SELDOM}.get(name, MORE)
+    often = "guided", "standalone_on_one", "standalone_past_its_positions"
+    group = ENGINE if name in often else SELDOM if name in ("snapkv", "hierarchy") else MORE
     own_name = f"drafts_by_{name}_give_the_tokens_of_one_rank"
     check(group, name=own_name)(partial(drafts_give_the_tokens_of_one_rank, name))
 

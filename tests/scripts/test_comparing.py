@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import comparing
 from gpt_fast_sd.config import EngineConfig
-from measuring import comparing
 from tests.helpers import Patch
 
 

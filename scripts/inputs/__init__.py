@@ -1,0 +1,1 @@
+"""Prompts as others publish them, and RULER's tasks made anew."""

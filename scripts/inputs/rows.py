@@ -1,0 +1,115 @@
+"""The rows that a benchmark decodes, of any number and length, from texts, from whole prompts or from RULER's tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpt_fast_sd.model import Tokenizer
+from inputs.ruler import RULER, Task
+from inputs.sources import as_ours, holds_rows, prompts_of, rows_of
+from measuring.ledger import digest
+from measuring.prompts import RoundTheText, tokens_of
+
+Record = dict[str, Any]
+MOST_ROWS = 2000  # that are read of a file or dataset
+
+
+@dataclass
+class WholePrompts:
+    """Prompts as they end; what is too long loses its middle, as LongBench's do."""
+
+    found: list[list[int]] = field(repr=False)
+    about: Record = field(default_factory=dict)
+
+    def rows(self, n: int, length: int, turn: int = 0, turns: int = 1) -> list[list[int]]:
+        fitting = [ids for ids in self.found if len(ids) >= length]
+        if n * turns > len(fitting):
+            raise ValueError(
+                f"{n * turns} prompts of at least {length:,} tokens are needed, and there are {len(fitting)}: "
+                "give more, fewer rows or sets, or less context"
+            )
+        head = length // 2
+        return [ids[:head] + ids[len(ids) - (length - head) :] for ids in fitting[turn * n : (turn + 1) * n]]
+
+    def note(self, n: int, length: int) -> str | None:
+        return None
+
+
+@dataclass
+class OfTask:
+    """Samples of one of RULER's tasks, each as long as fits."""
+
+    task: Task
+    tokenizer: Tokenizer
+    seed: int
+    about: Record
+
+    def rows(self, n: int, length: int, turn: int = 0, turns: int = 1) -> list[list[int]]:
+        def sample(seed: int) -> list[int]:
+            found = self.task.sample(length, lambda text: len(self.tokenizer.encode(text)), seed)
+            return self.tokenizer.encode(found.prompt)
+
+        return [sample(self.seed + turn * n + i) for i in range(n)]
+
+    def note(self, n: int, length: int) -> str | None:
+        return None
+
+
+def texts_of(sources: Sequence[Path], tokenizer: Tokenizer, skip: int = 0) -> dict[str, list[int]]:
+    """The tokens of texts by their names, but for the first `skip` of each, no BOS; ValueError if one has no more.
+
+    A file of rows holds as many texts as it has rows with a text.
+    """
+    found = dict[str, list[int]]()
+    for source in sources:
+        if not holds_rows(source):
+            named = {source.name: tokens_of(source, tokenizer)}
+        else:
+            rows = prompts_of(source, ["text"], MOST_ROWS)
+            named = {where: tokenizer.encode(record["prompt"], bos=False) for where, record in rows}
+        if twice := found.keys() & named.keys():
+            raise ValueError(f"two texts have one name, {min(twice)}: give each once, by a name of its own")
+        found |= named
+    if skip:
+        if short := [name for name, ids in found.items() if len(ids) <= skip]:
+            raise ValueError(f"{short[0]} has {len(found[short[0]]):,} tokens, and --skip leaves out {skip:,}")
+        found = {name: ids[skip:] for name, ids in found.items()}
+    return found
+
+
+def holds_prompts(source: Path, fields: Sequence[str]) -> bool:
+    """Whether the rows of a source are whole prompts, and not texts to go on with."""
+    if str(source).startswith(RULER):
+        return True
+    if not holds_rows(source):
+        return False
+    where, first = next(rows_of(source), (str(source), {}))
+    return bool(fields) or "text" not in first or as_ours(first, where) is first
+
+
+def prompts_for(
+    source: Path, fields: Sequence[str], tokenizer: Tokenizer, *, essay: Path, seed: int
+) -> WholePrompts | OfTask:
+    """The prompts of one source that holds some."""
+    if str(source).startswith(RULER):
+        return OfTask(Task.of(str(source), essay), tokenizer, seed, {"task": str(source), "seed": seed})
+    found = []
+    for where, record in prompts_of(source, fields, MOST_ROWS):
+        if "messages" in record:
+            found.append(tokenizer.chat(record["messages"]))
+        elif isinstance(record.get("prompt"), str):
+            found.append(tokenizer.encode(record["prompt"]))
+        else:
+            raise ValueError(f"{where} has no text: a benchmark reads prompts or messages")
+    ids = [token for one in found for token in one]
+    return WholePrompts(found, {"prompts": source.name, "count": len(found), "digest": digest(ids)})
+
+
+def round_the_texts(texts: Mapping[str, Sequence[int]], bos: int | None, skip: int) -> RoundTheText:
+    """All texts, one after another."""
+    ids = [token for each in texts.values() for token in each]
+    about: Record = {"files": list(texts), "tokens": len(ids), "digest": digest(ids)}
+    return RoundTheText(ids, bos, about | ({"skip": skip} if skip else {}))

@@ -1,0 +1,71 @@
+"""Every recipe is a command that benchmark.py takes, and a forecast of every cell that was published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import benchmark
+import reproduce
+from measuring import machine
+from measuring.roofline import omega
+
+GROUPS = [(name, i) for name, of in reproduce.RECIPES.items() for i in range(len(of["groups"]))]
+
+
+@pytest.mark.parametrize(("name", "i"), GROUPS)
+def test_a_group_is_a_command_and_its_cells_are_forecast(name: str, i: int) -> None:
+    group = reproduce.Group(name, reproduce.RECIPES[name]["groups"][i])
+    argv = group.command([Path("pg19.json")], "out.json")
+    args = benchmark.parse(argv[argv.index("scripts/benchmark.py") + 1 :])
+    assert {cell.batch for cell in group.cells} == {*args.batch} and {c.context for c in group.cells} == {*args.context}
+    (draft,) = args.draft
+    assert (draft.partition("/")[0], draft.endswith("standalone")) == (
+        group.draft.policy, group.draft.draft_model is not None
+    )  # fmt: skip
+    for cell in group.cells:
+        found = reproduce.row(group, cell, [])
+        assert 0.5 < found["forecast"] <= found["ours"] + 0.2 and found["forecast_plain_ms"] > 0
+        if cell.tokens and cell.gamma:
+            assert omega(cell.gamma, (found["acceptance"],)) == pytest.approx(cell.tokens, abs=1e-3)
+        if cell.plain_ms:  # theirs, of other kernels
+            assert 0.4 < found["forecast_plain_ms"] / cell.plain_ms < 1.6
+
+
+def test_what_was_measured_stands_beside_and_everything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    speed: dict[str, Any] = {"speedup": {"completion": {"median": 1.77}}, "status": "measured"}
+    point = {"batch": 32, "context": 8000, "policy": "standalone", "gamma": 3} | speed
+    (tmp_path / "m.json").write_text(json.dumps({
+        "benchmark": "batch", "settings": {}, "environment": machine.environment(reproduce.torch.device("cpu")),
+        "points": [point, point | {"status": "failed"}],
+    }))  # fmt: skip
+    out = tmp_path / "o.json"
+    reproduce.main(["magicdec:table3a", "--measured", str(tmp_path / "m.json"), "--json", str(out),
+                    "--plot", str(tmp_path / "o.png")])  # fmt: skip
+    said = capsys.readouterr().out
+    assert "TinyLlama_v1.1" in said and "1.77x" in said and "torchrun" in said and "arXiv 2408.11049" in said
+    assert [one["measured"] for one in json.loads(out.read_text())].count(1.77) == 2  # of both machines
+    assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
+    reproduce.main(["--list"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in reproduce.RECIPES)
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["magicdec:table9"], "there is no recipe 'magicdec:table9'; there are magicdec:table1,"),
+    (["magicdec:table2"], "needs 8 GPUs, and torch sees"),
+    ([], "which recipe?"),
+])  # fmt: skip
+def test_what_makes_no_sense_here_is_a_sentence(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduce.torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit) as stopped:
+        reproduce.main(argv)
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
