@@ -32,16 +32,6 @@ def by_tensor(weight: Tensor) -> Tensor:
     return weight.float().abs().amax().view(1) / 448
 
 
-def by_tensor_without_dims(weight: Tensor) -> Tensor:
-    """[]"""
-    return by_tensor(weight)[0]
-
-
-def in_bf16(weight: Tensor) -> Tensor:
-    """[O, 1], rounded to bf16."""
-    return by_channel(weight).bfloat16()
-
-
 def compressed_tensors(strategy: str = "channel", **changes: Any) -> dict[str, Any]:
     """What llm-compressor writes into config.json."""
     activations = {**HELD, "strategy": "token", "dynamic": True}
@@ -59,9 +49,9 @@ FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_
 # kind -> what config.json says, and how weights are scaled
 READ: Mapping[str, tuple[dict[str, Any], Scaled]] = {
     "channel": (compressed_tensors(), by_channel),
-    "channel in bf16": (compressed_tensors(), in_bf16),
+    "channel in bf16": (compressed_tensors(), lambda weight: by_channel(weight).bfloat16()),
     "tensor": (compressed_tensors("tensor"), by_tensor),
-    "tensor without dims": (compressed_tensors("tensor"), by_tensor_without_dims),
+    "tensor without dims": (compressed_tensors("tensor"), lambda weight: by_tensor(weight)[0]),
     "preset": (compressed_tensors(config_groups={"FP8_DYNAMIC": ["Linear"]}), by_channel),
     "fbgemm_fp8": (FBGEMM, by_channel),
 }

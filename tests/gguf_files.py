@@ -45,11 +45,6 @@ def model_of(folder: Path) -> Any:
     return SimpleNamespace(config=config, state_dict=partial(load_file, folder / "model.safetensors"))
 
 
-def permuted(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """Rows of rotary halves, (i, i + H/2), made adjacent as llama.cpp's llama stores them."""
-    return weight.reshape(n_heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-
 def stored(weight: np.ndarray, kind: Kind) -> np.ndarray:
     """The matrix as blocks of this kind."""
     return gguf.quantize(np.ascontiguousarray(weight, dtype=np.float32), kind)
@@ -86,7 +81,9 @@ def tensors_of(theirs: Any, kind: Kind) -> dict[str, tuple[np.ndarray, Kind]]:
             continue
         weight = tensor.numpy()
         if architecture(theirs) == "llama" and (".q_proj." in name or ".k_proj." in name):
-            weight = permuted(weight, config.num_attention_heads if ".q_" in name else config.num_key_value_heads)
+            n_heads = config.num_attention_heads if ".q_" in name else config.num_key_value_heads
+            rotary = weight.reshape(n_heads, 2, -1, weight.shape[1])  # halves, which llama.cpp's llama makes neighbours
+            weight = rotary.swapaxes(1, 2).reshape(weight.shape)
         own = kind if weight.ndim == 2 else Kind.F32
         found[names.get_name(name, (".weight", ".bias"))] = (stored(weight, own), own)
     return found

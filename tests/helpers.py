@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast.cpu.packing import pack_linears
@@ -134,6 +135,18 @@ def ahead(patch: Patch, owner: Any, name: str, do: Callable[..., object]) -> Non
         return real(*args, **kwargs)
 
     patch.setattr(owner, name, method)
+
+
+class Noting(TorchDispatchMode):
+    """Notes, in their order, what a function says of each operator that runs inside and of its arguments."""
+
+    def __init__(self, note: Callable[[Any, tuple[Any, ...]], Any]) -> None:
+        super().__init__()
+        self.note, self.seen = note, list[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(self.note(func, args))
+        return func(*args, **(kwargs or {}))
 
 
 @torch.inference_mode()

@@ -33,7 +33,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
         }}
         if value["--spec-type"] != "none":
             timings |= {{"draft_n": n - 1, "draft_n_accepted": (n - 1) // 2}}
-        self.reply({{"tokens": [7] * n, "timings": timings}} | {changes!r})
+        self.reply({{"tokens": [7] * n, "timings": timings}})
 
     def reply(self, answer):
         body = json.dumps(answer).encode()
@@ -50,19 +50,14 @@ http.server.HTTPServer(("127.0.0.1", int(value["--port"])), Answer).serve_foreve
 """
 
 
-def write_llama_server(
-    folder: Path, *, version_code: int = 0, last_words: str = "", only: str = "", changes: object = None
-) -> Path:
+def write_llama_server(folder: Path, *, version_code: int = 0, last_words: str = "", only: str = "") -> Path:
     """A folder with the program, for which it returns the file of its starts, a line of JSON each.
 
-    last_words: what it says before it ends at its start, for every mode or only those with this flag's value. changes:
-    to its answers.
+    last_words: what it says before it ends at its start, for every mode or only those with this flag's value.
     """
     program, starts = folder / "llama-server", folder / "started.jsonl"
-    text = PROGRAM.format(
-        python=sys.executable, version_code=version_code, started=str(starts), last_words=last_words, only=only,
-        changes=changes or {},
-    )  # fmt: skip
+    how = {"version_code": version_code, "last_words": last_words, "only": only}
+    text = PROGRAM.format(python=sys.executable, started=str(starts), **how)
     program.write_text(text)
     program.chmod(0o755)
     return starts

@@ -27,11 +27,6 @@ class Room:
     below: tuple[str, ...] = ()
     libraries: frozenset[str] | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether others may name the modules inside; gpt_fast_sd's own door holds only the public names."""
-        return self.door.count(".") == 0
-
 
 BASE = frozenset({"torch", "numpy"})
 PROGRAM = 'if __name__ == "__main__":'
@@ -87,7 +82,8 @@ def complaint(here: Room, is_relative: bool, module: str, name: str) -> str | No
     if is_relative:
         return f"enters {there.folder}/ relatively"
     inside = (ROOT / there.folder / f"{name}.py").is_file() and module == there.door
-    if here.folder != "tests" and not there.is_open and (inside or module.startswith(f"{there.door}.")):
+    is_open = "." not in there.door  # others may name what is inside: gpt_fast_sd's own door holds only public names
+    if here.folder != "tests" and not is_open and (inside or module.startswith(f"{there.door}.")):
         return f"reaches past the door of {there.folder}/"
     return None
 
@@ -129,14 +125,10 @@ def circle(sources: Mapping[str, str]) -> list[str]:
     return []
 
 
-def library(module: str) -> bool:
-    """Whether a module, by its dotted name, is one of ours that no program is."""
-    return module.split(".")[0] in ("gpt_fast_sd", "measuring")
-
-
 def programs_imported(path: str, source: str) -> list[str]:
     """One line for every program that a program imports as if it were a library."""
-    siblings = ((module, one) for _, _, module, one in imports(path, source) if not library(module))
+    ours = "gpt_fast_sd", "measuring"  # libraries, of which no module is a program
+    siblings = ((module, one) for _, _, module, one in imports(path, source) if module.split(".")[0] not in ours)
     named = {name.rpartition(".")[2] for both in siblings for name in both}
     found = [other for other in files_of("scripts") if Path(other).stem in named and other != path]
     return [f"{path}: imports the program {other}" for other in found if PROGRAM in text_of(other)]

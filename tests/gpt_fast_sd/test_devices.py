@@ -1,4 +1,4 @@
-"""A device that cannot work is refused in one sentence before weights are read, by engine, scripts and torchrun.
+"""A device that cannot work is refused in one sentence before weights are read, by engine and torchrun.
 
 No GPU is here: torch.cuda answers as it would on the machine that the test describes. At its first launch Triton runs
 its own code, with the compiler, headers or libcuda missing.
@@ -23,7 +23,6 @@ import torch
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading.machine import free_memory, require_current, require_kernels, sensible_threads
 from gpt_fast_sd.tp import Group, start, take_device
-from scripts import batch, benchmark, generate
 from tests.helpers import tiny_engine
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -41,9 +40,6 @@ def raising(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return fail
-
-
-no_weights = raising(AssertionError("weights were read before the refusal"))
 
 
 def gpu(
@@ -176,31 +172,12 @@ MACHINES: dict[str, tuple[Machine, str]] = {
 def test_what_a_machine_lacks_is_said_in_one_sentence_before_weights_are_read(
     machine: Machine, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Group, "load", no_weights)
+    monkeypatch.setattr(Group, "load", raising(AssertionError("weights were read before the refusal")))
     machine(monkeypatch, tmp_path)
     with pytest.raises(ValueError, match=sentence) as refusal:
         Engine.from_pretrained("bundled", EngineConfig(device="cuda"))
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 450
     assert capfd.readouterr().err == ""  # not a page of a compiler's
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", "gpu"])
-@pytest.mark.parametrize("program", [generate, batch, benchmark])
-def test_programs_refuse_a_device_that_is_not_there_with_code_2(
-    program: Any, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Group, "load", no_weights)
-    a_build_without_cuda(monkeypatch, tmp_path)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "hi"}\n', encoding="utf-8")
-    files = [str(prompts), str(tmp_path / "out.jsonl")] if program is batch else []
-    with pytest.raises(SystemExit) as end:
-        program.main([*files, "--device", device])
-    assert end.value.code == 2
-    said = capfd.readouterr().err
-    missing = "device 'cuda' was requested, but torch sees no CUDA device"
-    wanted = missing if device == "cuda" else f"device must be one of auto, cpu, cuda, got {device!r}"
-    assert said.count("\n") == 1 and wanted in said
 
 
 # ---- a GPU that serves -----------------------------------------------------------------------------------------------

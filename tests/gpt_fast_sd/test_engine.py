@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -272,19 +273,11 @@ PROMPT_REFUSED: list[tuple[Any, Any, str]] = [
 ]
 
 
-class Untouched:
-    """A compiled step that must not be called."""
-
-    graphs = 0
-
-    def __call__(self, *args: Any) -> Any:
-        raise AssertionError("work was done before the refusal")
-
-
 @pytest.mark.parametrize(("prompts", "params", "sentence"), PROMPT_REFUSED, ids=[case[2] for case in PROMPT_REFUSED])
 def test_a_prompt_that_cannot_run_is_refused_before_any_work(prompts: Any, params: Any, sentence: str) -> None:
     one = engine()
-    one._prefill = one.schedule.rounds.decode = Untouched()
+    step = mock.Mock(side_effect=AssertionError("work was done before the refusal"), graphs=0)
+    one._prefill = one.schedule.rounds.decode = step
     for call in (one.generate, one.stream):
         with pytest.raises(ValueError, match=sentence) as caught:
             call(prompts, params)

@@ -259,31 +259,17 @@ def test_a_new_run_soon_finds_that_earlier_ones_were_others() -> None:
 # ---- what it knows of time ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Together(World):
     """A world whose drafts of a round take a time that is more or less than that of each alone."""
 
-    def drafts(self, gamma: int) -> float:
-        raise NotImplementedError
+    drafts: Callable[[int], float] = float
 
     def round(self, gamma: int, n_keys: int) -> float:
         return self.drafts(gamma) + self.target_step(gamma, n_keys)
 
     def measure(self, gamma: int, n_keys: int) -> tuple[float, float]:
         return self.drafts(gamma) / max(1, gamma), self.target_step(gamma, n_keys)
-
-
-class ColdStart(Together):
-    """The first step of a draft finds the caches as the target's step left them: empty."""
-
-    def drafts(self, gamma: int) -> float:
-        return gamma * self.draft + (0.4 if gamma else 0.0)
-
-
-class Levels(Together):
-    """A hierarchy: a step of its middle level, of 1.6 target steps, brings two drafts at once."""
-
-    def drafts(self, gamma: int) -> float:
-        return -(-gamma // 2) * self.draft
 
 
 class Tiled(World):
@@ -297,8 +283,10 @@ class Tiled(World):
     ("world", "how"),
     [
         (World(0.4, per_draft=0.1, draft_per_key=1e-5, target_per_key=3e-4), {}),
-        (ColdStart(0.5), {}),
-        (Levels(1.6), {"steps": lambda gamma: -(-gamma // 2)}),
+        # the first step of a draft finds the caches as the target's step left them: empty
+        (Together(0.5, drafts=lambda gamma: gamma * 0.5 + (0.4 if gamma else 0.0)), {}),
+        # a hierarchy: a step of its middle level, of 1.6 target steps, brings two drafts at once
+        (Together(1.6, drafts=lambda gamma: -(-gamma // 2) * 1.6), {"steps": lambda gamma: -(-gamma // 2)}),
         (Tiled(0.1), {}),
     ],
 )

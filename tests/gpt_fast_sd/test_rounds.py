@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_fast_sd import Completion, Engine, SamplingParams
 from gpt_fast_sd.serving.launch import InFlightRound
@@ -22,7 +21,7 @@ from tests.drafts import MIXTURES, POLICIES, draft_of, given
 from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, tokens_of
 from tests.gpuless.recorder import capture
-from tests.helpers import ByteTokenizer, ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import ByteTokenizer, Noting, ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 NAMES = ["off", *POLICIES, *MIXTURES]
 OF_KEYS = [name for name in NAMES if name not in ("off", "lookup")]  # drafts that read a cache
@@ -183,25 +182,11 @@ def test_a_replayed_table_goes_on_inside_a_captured_round() -> None:
 # ---- what runs on CUDA, through the references of its operators ------------------------------------------------------
 
 
-class Called(TorchDispatchMode):
-    """The names of the operators of ours that were called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, _, name = func.name().partition("::")
-        if space == "gpt_fast_sd":
-            self.names.add(name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", few(OF_KEYS, ["quest", "early_exit", "standalone, snapkv", "hierarchy, guided"]))
 def test_cudas_operators_give_the_same_tokens_and_no_worse_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine(name).generate(PROMPTS, GREEDY)
     as_on_cuda(monkeypatch)
-    with Called() as called:
+    with Noting(lambda op, _: op.name()) as called:
         got = captured(name).generate(PROMPTS, GREEDY)
     assert tokens_of(got) == tokens_of(expected)
     accepted, wanted = (sum(c.stats.accepted for c in run) for run in (got, expected))
@@ -210,5 +195,6 @@ def test_cudas_operators_give_the_same_tokens_and_no_worse_drafts(name: str, mon
     own = {"guided": {"decode_attention_with_mass", "guided_select"}, "quest": {"quest_pages", "page_bounds"},
            "snapkv": {"key_mass", "prefill_attention_with_lse"}}  # fmt: skip
     view = draft_of(name).view_name
-    assert {"decode_attention", "prefill_attention"} | own.get(view, set()) <= called.names
-    assert ("sparse_attention" in called.names) is (name != "full")
+    names = {name.removeprefix("gpt_fast_sd::") for name in called.seen}
+    assert {"decode_attention", "prefill_attention"} | own.get(view, set()) <= names
+    assert ("sparse_attention" in names) is (name != "full")

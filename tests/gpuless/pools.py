@@ -198,12 +198,14 @@ class Event:
 
     def __init__(self, cuda: Cuda, **options: Any) -> None:
         self.cuda, self.behind = cuda, list[tuple[Tensor, Tensor]]()
+        self.timing = options.get("enable_timing", False)
 
     def record(self, stream: Any = None) -> None:
         self.behind = list(self.cuda.landing)
         self.at = max(time.perf_counter(), self.cuda.free_at)
 
     def elapsed_time(self, end: Event) -> float:
+        assert self.timing and end.timing
         return 1e3 * (end.at - self.at)
 
     def query(self) -> bool:

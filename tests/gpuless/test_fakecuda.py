@@ -17,18 +17,6 @@ def write(cache: Tensor, x: Tensor, pos: Tensor) -> Tensor:
     return cache.sum(-1)
 
 
-def write_copy(cache: Tensor, x: Tensor, pos: Tensor) -> Tensor:
-    return write(cache.clone(), x, pos)
-
-
-def shorten(cache: Tensor, x: Tensor, pos: Tensor) -> Tensor:
-    return cache + pos.max().item()
-
-
-def product(cache: Tensor, x: Tensor, pos: Tensor) -> Tensor:
-    return (cache @ cache.T).relu().topk(2).values
-
-
 def generated(step: object) -> Generated:
     with fake_cuda_tensors(), torch.inference_mode():
         cache, x = torch.zeros(4, 1000, device="cuda"), torch.zeros(4, device="cuda")
@@ -36,7 +24,7 @@ def generated(step: object) -> Generated:
 
 
 def test_a_step_that_writes_in_place_copies_nothing_and_may_be_captured() -> None:
-    step, copying = generated(write), generated(write_copy)
+    step, copying = generated(write), generated(lambda cache, x, pos: write(cache.clone(), x, pos))
     assert step.graphs == 1 and step.no_cudagraph is None
     assert len(step.kernels) == step.launches == 2
     assert len(step.mutated) == 1 and not copying.mutated  # the cache, which is an argument here
@@ -44,13 +32,13 @@ def test_a_step_that_writes_in_place_copies_nothing_and_may_be_captured() -> Non
 
 
 def test_a_value_read_on_the_host_and_a_break_of_the_graph_are_seen() -> None:
-    assert "_local_scalar_dense" in str(generated(shorten).no_cudagraph)
+    assert "_local_scalar_dense" in str(generated(lambda cache, x, pos: cache + pos.max().item()).no_cudagraph)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         generated(lambda cache, x, pos: cache if pos.sum() > 0 else x)
 
 
 def test_launches_are_told_apart() -> None:
-    step = generated(product)
+    step = generated(lambda cache, x, pos: (cache @ cache.T).relu().topk(2).values)
     assert step.products == ["mm"]
     assert len(step.kernels) == 1
     assert step.others == ["aten.topk"]

@@ -72,15 +72,6 @@ def test_capacity_and_views_are_of_whole_splits_and_of_two_at_least() -> None:
         assert KVCache.splits(n_keys) == n_splits
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_bytes_per_token_are_the_bytes_the_buffers_take(dtype: torch.dtype, size: int) -> None:
-    config = tiny_config(n_layers=3, n_heads=6, n_kv_heads=3)
-    cache = cache_for(config, dtype=dtype)
-    held = sum(buffer.nbytes for buffer in cache.buffers)
-    assert cache.bytes_per_token == held // (B * cache.layers[0].k.shape[2]) == 3 * 2 * 3 * 8 * size
-    assert cache.bytes_per_token == config.kv_bytes_per_token(size)
-
-
 def test_a_slots_layers_share_its_memory_and_vacating_it_leaves_the_others() -> None:
     cache = cache_for(tiny_config())
     layers = cache.slot(2)
@@ -92,7 +83,7 @@ def test_a_slots_layers_share_its_memory_and_vacating_it_leaves_the_others() -> 
     cache.seq_len.fill_(5)
     cache.vacate(1)
     assert cache.seq_len.tolist() == [5, 0, 5, 5]
-    assert not changed(cache, CANARY)[[0, 2, 3]].any()
+    assert not changed(cache, CANARY)[[0, 2, 3]].any() and not any(buffer[1].any() for buffer in cache.buffers)
 
 
 @pytest.mark.parametrize("n", [1, 256, 257, 600])
@@ -121,19 +112,6 @@ def test_a_call_writes_its_tokens_at_each_rows_own_positions_and_nowhere_else(n_
     assert not cache.seq_len.any()  # only a commit advances it
 
 
-def test_what_lies_past_seq_len_changes_no_logit() -> None:
-    model = tiny_model()
-    clean = cache_for(model.config)
-    for slot, n in enumerate([300, 1, 256, 511]):
-        prefill(model, clean, slot, random_ids(n, seed=slot))
-    dirty = deepcopy(clean)
-    for slot, n in enumerate([300, 1, 256, 511]):
-        for layer in dirty.layers:
-            layer.k[slot, :, n:] = float("nan")
-            layer.v[slot, :, n:] = 1e30
-    assert torch.equal(decode(model, dirty, [1, 2, 3, 4]), decode(model, clean, [1, 2, 3, 4]))
-
-
 def test_a_token_fed_again_changes_nothing_and_a_rejected_one_leaves_no_trace() -> None:
     model = tiny_model()
     plain, speculative = cache_for(model.config), cache_for(model.config)
@@ -145,25 +123,6 @@ def test_a_token_fed_again_changes_nothing_and_a_rejected_one_leaves_no_trace() 
     assert not changed(plain, before).any()
     decode(model, speculative, [99, 0, 0, 0])  # written, not committed
     assert torch.equal(decode(model, speculative, [3, 0, 0, 0]), first)
-
-
-def test_a_nan_of_the_last_occupant_never_reaches_the_next() -> None:
-    model = tiny_model()
-    fresh, used = cache_for(model.config), cache_for(model.config)
-    fill(used, float("nan"))
-    used.seq_len.fill_(700)
-    for slot in range(B):
-        used.vacate(slot)
-    assert used.seq_len.tolist() == [0] * B
-    for cache in (fresh, used):
-        for slot, n in enumerate([1, 20, 257, 511]):
-            prefill(model, cache, slot, random_ids(n, seed=slot))
-    for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
-        logits = decode(model, used, tokens)
-        assert logits.isfinite().all()
-        assert torch.equal(logits, decode(model, fresh, tokens))
-        for cache in (fresh, used):
-            cache.seq_len += 1
 
 
 def cached_logits(model: Transformer, ids: Sequence[int], n_prompt: int) -> Tensor:
@@ -193,17 +152,6 @@ def test_prefill_then_token_by_token_gives_the_logits_of_the_whole_text(n_prompt
     expected = whole_text_logits(model, ids)[n_prompt - 1 :]
     # fp32 sums in another order over two layers: measured at most 2e-6 of the largest logit
     assert (cached_logits(model, ids, n_prompt) - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def test_a_16_bit_cache_under_an_fp32_model_stays_near() -> None:
-    model = tiny_model()
-    ids = random_ids(40)
-    cache = cache_for(model.config, dtype=torch.bfloat16)
-    prefill(model, cache, 0, ids[:-1])
-    logits = decode(model, cache, [ids[-1], 0, 0, 0])[0]
-    expected = whole_text_logits(model, ids)[-1]
-    # keys and values keep 8 bits (2^-9 relative each), sharp scores and two layers multiply that by about ten
-    assert 0 < (logits - expected).norm() <= 0.05 * expected.norm()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")

@@ -24,7 +24,7 @@ from gpt_fast_sd import model as models
 from gpt_fast_sd.model import CheckpointError, ModelConfig, Transformer, Weights, load_model, save_hugging_face
 from gpt_fast_sd.model.files.reading import OpenFile
 from tests.float8_folders import READ, REFUSED, compressed_tensors, describe, save_float8
-from tests.helpers import Patch, few, tiny_config, tiny_model
+from tests.helpers import Patch, ahead, few, tiny_config, tiny_model
 
 Keep = Callable[[Transformer, str, Tensor, Tensor], None]  # asked to keep numbers and their scales by name
 CONFIG = ModelConfig(
@@ -149,16 +149,9 @@ def test_a_file_that_shrinks_while_it_is_loaded_is_one_sentence(tmp_path: Path) 
 
 
 def test_a_file_removed_or_replaced_while_it_is_loaded_is_read_to_its_end(tmp_path: Path, monkeypatch: Patch) -> None:
-    whole, path, read = save(tmp_path), tmp_path / "model.safetensors", Weights._read
-
-    def replaced(self: Weights, name: str, rows: slice, columns: slice) -> torch.Tensor:
-        if name == Q:
-            path.unlink()
-        if name == K:
-            path.write_bytes(b"another")
-        return read(self, name, rows, columns)
-
-    monkeypatch.setattr(Weights, "_read", replaced)
+    whole, path = save(tmp_path), tmp_path / "model.safetensors"
+    changes = {Q: path.unlink, K: lambda: path.write_bytes(b"another")}
+    ahead(monkeypatch, Weights, "_read", lambda self, name, *_: changes.get(name, lambda: None)())
     loaded = load_model(tmp_path)
     assert path.read_bytes() == b"another"
     assert_same(loaded, whole)
@@ -302,14 +295,8 @@ def test_a_tensor_saved_by_columns_is_read_once_in_parts(tmp_path: Path, monkeyp
         "steps": torch.randn(16, 128)[:, ::2].t(), "one column": torch.randn(1, 64).t(),
     }  # fmt: skip
     pickled(tmp_path, tensors)
-    weights, fill = Weights(tmp_path), OpenFile.fill
-    n_read = list[int]()
-
-    def counted(self: Any, buffer: Any, offset: int) -> None:
-        n_read.append(buffer.nbytes)
-        fill(self, buffer, offset)
-
-    monkeypatch.setattr(OpenFile, "fill", counted)
+    weights, n_read = Weights(tmp_path), list[int]()
+    ahead(monkeypatch, OpenFile, "fill", lambda self, buffer, offset: n_read.append(buffer.nbytes))
     for name, tensor in tensors.items():
         for by in (1, 4, 64):
             for parts in (

@@ -186,24 +186,18 @@ YARN_NONSENSE: list[tuple[dict[str, Any], str]] = [  # patterns, as in the table
 ]
 
 
-def finite_blocks(shape: tuple[int, int], kind: Kind, generator: np.random.Generator) -> np.ndarray:
-    """Random bytes as blocks of this kind, with only numbers in them."""
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    raw = generator.integers(0, 60, (shape[0], shape[1] // block * size), dtype=np.uint8)  # no exponent is of NaN
-    assert np.isfinite(gguf.dequantize(raw, kind)).all()
-    return raw
-
-
 @pytest.mark.parametrize("kind", list(Kind), ids=lambda kind: kind.name)
 def test_any_rows_and_columns_of_any_block_are_those_of_the_whole(kind: Kind, made: Make) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(0).integers(0, 60, (128, 512 // block * size), np.uint8)  # no exponent is of NaN
     try:
-        raw = finite_blocks((128, 512), kind, np.random.default_rng(0))
+        whole = torch.from_numpy(np.array(gguf.dequantize(raw, kind)))  # [128, 512]
     except NotImplementedError:
         pytest.skip("gguf does not dequantize it")
+    assert whole.isfinite().all()
     how = {"tensors": {"blk.0.ffn_down.weight": (raw, kind)}}
     path = made("Qwen2", how=how, hidden_size=128, intermediate_size=512, num_attention_heads=8)
     weights, name = Weights(path), "model.layers.0.mlp.down_proj.weight"
-    whole = torch.from_numpy(np.array(gguf.dequantize(raw, kind)))  # [128, 512]
     assert torch.equal(weights.read(name), whole)
     for rows, columns in ((slice(3, 9), slice(None)), (slice(None), slice(128, 384)), (slice(1, 2), slice(37, 301))):
         assert torch.equal(weights.read(name, rows, columns), whole[rows, columns])
@@ -299,7 +293,6 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"general.type": "adapter"}, "general.type is 'adapter', but it must be 'model'"),
     ({".vocab_size": 161}, "vocab_size is 161, but it must be the number of rows"),
     ({"tokenizer.ggml.eos_token_id": 160}, "eos_token_id is 160, but it must be a token id below 160"),
-    ({"tokenizer.ggml.bos_token_id": 160}, "bos_token_id is 160, but it must be a token id below 160"),
     ({"split.count": 2}, "split.count is 2, but it must be 1"),
 ]
 
@@ -309,7 +302,6 @@ def plain(*shape: int, fill: float = 0.0) -> tuple[np.ndarray, Kind]:
 
 
 TENSORS: list[tuple[dict[str, Any], str]] = [
-    ({"blk.1.ffn_up.weight": None}, "has no tensor blk.1.ffn_up.weight"),
     ({"token_embd.weight": None}, "has no tensor token_embd.weight"),
     ({"blk.0.ffn_gate_inp.weight": plain(4, 96)}, "no place for blk.0.ffn_gate_inp"),
     ({"blk.0.attn_q.bias": plain(96)}, "no place for blk.0.attn_q.bias"),

@@ -27,7 +27,7 @@ import needles
 import peers
 import plan
 from gpt_fast_sd.loading import BUNDLED
-from tests.helpers import Patch, Printed, Refuses, few
+from tests.helpers import Patch, Printed, Refuses, ahead, few
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = "--model bundled --prompt One --max-new-tokens 3 --no-compile --device cpu"
@@ -122,15 +122,13 @@ def test_what_cannot_be_written_is_refused_before_the_work(
 @pytest.mark.parametrize("call", ["new", "old"])
 def test_what_may_not_be_written_is_refused(call: str, tmp_path: Path, monkeypatch: Patch) -> None:
     """Root may write anything: the system's refusal is made up."""
-    path, real = tmp_path / "x", os.open
-    path.write_text("old")
+    (path := tmp_path / "x").write_text("old")
 
-    def refused(name: Any, flags: int, *args: Any) -> int:
+    def refuse(name: Any, flags: int, *_: Any) -> None:
         if bool(flags & os.O_CREAT) == (call == "new"):
             raise PermissionError(errno.EACCES, "Permission denied", str(name))
-        return real(name, flags, *args)
 
-    monkeypatch.setattr(os, "open", refused)
+    ahead(monkeypatch, os, "open", refuse)
     with pytest.raises(ValueError, match=r"cannot write .*x: Permission denied"):
         files.require_writable(path)
     assert path.read_text() == "old" and [one.name for one in tmp_path.iterdir()] == ["x"]
@@ -157,22 +155,15 @@ def test_what_a_link_or_a_long_name_names_is_written(tmp_path: Path) -> None:
 # ---- what was written is not lost ------------------------------------------------------------------------------------
 
 
-def full_disk(monkeypatch: Patch, *names: str) -> None:
-    """Files of these names cannot be written any more."""
-    real = files.write_whole
-
-    def write(path: Path, text: str) -> None:
-        if path.name in names:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        real(path, text)
-
-    monkeypatch.setattr(files, "write_whole", write)
-
-
 def test_generate_says_where_what_a_full_disk_refused_is(tmp_path: Path, monkeypatch: Patch, capsys: Printed) -> None:
     monkeypatch.chdir(tmp_path)
-    full_disk(monkeypatch, "out.jsonl", "run.html")
     (tmp_path / "out.jsonl").write_text("older")
+
+    def full(path: Path, text: str) -> None:
+        if path.name in ("out.jsonl", "run.html"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    ahead(monkeypatch, files, "write_whole", full)
     with pytest.raises(SystemExit) as stopped:
         generate.main([*SHORT.split(), "--output", "out.jsonl", "--report", "run.html", "--profile", "trace.json"])
     out, err = capsys.readouterr()

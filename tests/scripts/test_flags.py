@@ -25,41 +25,23 @@ PROGRAMS: dict[str, tuple[Parse, list[str]]] = {  # and what they cannot do with
     "generate.py": (generate.parse, []),
     "batch.py": (batch.parse, ["in.jsonl", "out.jsonl"]),
 }
-GIVEN: dict[str, tuple[list[str], Any]] = {  # by the name of a field, or of its flag: what is typed, what it means
-    "batch_size": (["--batch-size", "3"], 3),
-    "max_seq_len": (["--max-seq-len", "77"], 77),
-    "device": (["--device", "cpu"], "cpu"),
-    "dtype": (["--dtype", "bf16"], "bf16"),
+VALUES: dict[str, Any] = {  # by the name of a field, of which its flag has dashes; True: the flag alone
+    "batch_size": 3, "max_seq_len": 77, "device": "cpu", "dtype": "bf16", "exact": True, "quantize": "int8",
+    "draft_quantize": "int8", "kv_dtype": "fp16", "cuda_graphs": "off", "max_autotune": True, "budget": 192, "gamma": 5,
+    "draft_model": "bundled", "view": "quest", "cheap": "standalone", "exit_layers": 2, "ngram": 5, "n_sink": 8,
+    "refresh": 32, "page": 64, "draft_tp": 2, "temperature": 0.5, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "seed": 7,
+    "ignore_eos": True, "max_drafts": 2,
+}  # fmt: skip
+GIVEN: dict[str, tuple[list[str], Any]] = {  # what is typed, what it means
+    name: ([f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])], value)
+    for name, value in VALUES.items()
+} | {
     "compile": (["--no-compile"], False),
     "bodies": (["--reference"], "reference"),
-    "exact": (["--exact"], True),
-    "quantize": (["--quantize", "int8"], "int8"),
-    "draft_quantize": (["--draft-quantize", "int8"], "int8"),
-    "kv_dtype": (["--kv-dtype", "fp16"], "fp16"),
-    "cuda_graphs": (["--cuda-graphs", "off"], "off"),
-    "max_autotune": (["--max-autotune"], True),
     "policy": (["--draft", "hierarchy"], "hierarchy"),
-    "budget": (["--budget", "192"], 192),
-    "gamma": (["--gamma", "5"], 5),
-    "draft_model": (["--draft-model", "bundled"], "bundled"),
-    "view": (["--view", "quest"], "quest"),
-    "cheap": (["--cheap", "standalone"], "standalone"),
-    "exit_layers": (["--exit-layers", "2"], 2),
-    "ngram": (["--ngram", "5"], 5),
-    "n_sink": (["--n-sink", "8"], 8),
-    "refresh": (["--refresh", "32"], 32),
-    "page": (["--page", "64"], 64),
     "kv_bits": (["--draft-kv-bits", "4"], 4),
-    "draft_tp": (["--draft-tp", "2"], 2),
     "max_tokens": (["--max-new-tokens", "9"], 9),
-    "temperature": (["--temperature", "0.5"], 0.5),
-    "top_k": (["--top-k", "40"], 40),
-    "top_p": (["--top-p", "0.9"], 0.9),
-    "min_p": (["--min-p", "0.1"], 0.1),
-    "seed": (["--seed", "7"], 7),
     "stop": (["--stop", "a", "--stop", "b"], ["a", "b"]),
-    "ignore_eos": (["--ignore-eos"], True),
-    "max_drafts": (["--max-drafts", "2"], 2),
 }
 FIELDS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config) if field.init]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -53,13 +52,10 @@ REFUSED = {
         (f"--prompt '{'word ' * 20000}'", "over max_seq_len 16,384"),
         *((f"--{flag} nowhere.txt", "nowhere.txt") for flag in ("prompt-file", "prompts")),
         ("--prompt a --draft lookup --budget 64", "--budget does nothing for --draft lookup: leave"),
-        ("--prompt a --draft standalone --draft-model nowhere", "no folder nowhere"),
         ("--prompt a --draft off --compare", "--compare needs a draft policy"),
         ("--prompt a --max-seq-len 6", "together 8, over max_seq_len 6, as --max-seq-len says"),
         ("--prompt a --max-seq-len 20000", "--max-seq-len 20,000 is over the model's 16,384 positions"),
         ("--prompt a --model tests", "no config.json"),
-        ("--prompt a --report {folder}/none/run.html", "there is no folder"),
-        ("--prompt a --report {folder}/pipe", "it is no file that can be replaced"),
         ("--prompt a --chat", "chat template"),
         ("--prompt a\udcff", "--prompt: character 1 of the text is U+DCFF"),  # argv of bytes that are no UTF-8
         ("--prompt a --stop a\udcff", "stop holds U+DCFF, half a character"),
@@ -68,7 +64,6 @@ REFUSED = {
         *((f"--prompt a --threads {n}", "--threads") for n in ("0", "1000000000", "99999999999999999999")),
         ("--prompt a --prompts b.jsonl", "not allowed with"),
         ("--document {document}", "stands before prompts: give --prompt"),
-        ("--prompt a --document nowhere.txt", "No such file"),
         *((f"--prompt a --document {{folder}}/{name}.txt", f"{name}.txt is empty") for name in ("empty", "blank")),
     ],
     "batch.py otherwise": [
@@ -77,7 +72,6 @@ REFUSED = {
     ],
     "batch.py": [
         ("--max-seq-len 5000", "--max-seq-len 5,000 is over the model's 4,096 positions"),
-        ("--batch-size 0", "expected a whole number of at least 1, got '0'"),
         ("--temperature -1", "temperature must be 0 (greedy) or a positive number"),
         ("--order random", "'random'"),
         ("--tp 2", "tp must divide the number of processes"),
@@ -90,10 +84,8 @@ REFUSED = {
         ("--draft psychic", "there is no policy 'psychic'"),
         ("--budget 8", "budget must be at least 12 for streaming, got 8"),
         ("--gamma few", "'few'"),
-        ("--temperature -1", "temperature must be 0 (greedy) or a positive number"),
         ("--temperature 0,hot", "expected numbers, as in 0,0.8; got '0,hot'"),
         ("--pairs 0", "--pairs 0 counts acceptance, which is for --sweep budget"),
-        ("--device tpu", "'tpu'"),
         ("--plots README.md", "--plots needs a folder"),
         ("--text README.md", "exclude each other"),
         ("--precisions none", "--precisions does nothing with --sweep size"),
@@ -111,7 +103,6 @@ REFUSED = {
         (f"{BUDGET} --context 5000", "tokens, but 2 prompts of 5,000 need 9,998"),
         (f"{BUDGET} --context 1", "a context of 1 does not fit: from 2 to 16,378"),
         (f"{BUDGET} --context 100,200", "--sweep budget measures with one --context, got 2"),
-        (f"{BUDGET} --gamma 2,3", "--sweep budget measures with one --gamma, got 2"),
         (f"{BUDGET} --synthetic", "--sweep budget is about texts: leave --synthetic out"),
         (f"{LOSSLESS} --budget 64,128", "--lossless measures with one --budget, got 2"),
         (f"{LOSSLESS} --shortest 99", "prompts of 99 to 90 tokens"),
@@ -126,7 +117,6 @@ REFUSED = {
         (f"{BUDGET} --pairs 0 --seconds 9", "--seconds goes on with pairs, and --pairs 0 times none"),
         *((f"--{name} 9", f"--{name} does nothing with --sweep size") for name in ("shortest", "longest")),
         *((f"{DRAWN} --{given}", "does nothing with --draw: leave") for given in ("pairs 9", "json y", "no-compile")),
-        ("--exit-layers 1", "exit_layers does nothing for streaming: leave it out"),
         (f"{BUDGET} --draft quest,lookup --view full", "view does nothing for quest and lookup"),
         ("--fresh", "--fresh forgets what --json holds, and there is no --json"),
         *((f"--seconds {n}", f"expected a positive number of seconds, got '{n}'") for n in ("inf", "nan", "0")),
@@ -158,7 +148,6 @@ REFUSED = {
         *((f"--context {n}", f"prompts of up to {n:,} tokens: allowed are 16 to") for n in (3, 999_999)),
         ("--batch-size 1000000000", "batch_size 1000000000 x max_seq_len"),
         ("--samples 1000000000000", "expected at most 1,000,000 samples, got '1000000000000'"),
-        ("--soak -1", "expected a whole number of at least 1, got '-1'"),
         ("--text nowhere.txt", "nowhere.txt"),
         ("--text {document} --json {document}", "document.txt"),
         ("--draft quantized", "int8"),
@@ -168,7 +157,6 @@ REFUSED = {
         ("--device H200 --tp 3", "tp 3 does not fit the model"),
         ("--device H200 --tp 16", "tp 16 is more than the 8 devices of a machine"),
         ("--device H200 --context 200k", "over the model's 131,072 positions"),
-        ("--device H200 --batch 0", "whole numbers of at least 1"),
         ("--device H200 --policy foo", "policy must be one of"),
         ("--device H200 --policy off", "drafts nothing"),
         ("--device H200 --policy lookup", "no published acceptance of lookup is known"),
@@ -176,7 +164,6 @@ REFUSED = {
         ("--bandwidth 0 --flops 4", "bandwidth must be a positive number of GB/s, got 0"),
         ("--bandwidth 4", "--device says, or --bandwidth and --flops"),
         ("--device H200 --link 100", "--link does nothing on one device: leave it out, or say --tp"),
-        ("--device H200 --network 50", "--network does nothing on one device"),
         ("--kv-dtype fp8", "argument --kv-dtype: invalid choice: 'fp8' (choose from"),
         ("--device H200 --quantize int4 --dtype fp16", "quantize 'int4' needs bf16 weights, not fp16: use"),
         ("--device H200 --quantize int8 --draft-quantize int4", "needs a target with plain weights, or of that preci"),
@@ -186,11 +173,9 @@ REFUSED = {
         ("", "there is nothing to plan: --model M says what, or --measured FILE what to compare with"),
         ("--measured README.md", "README.md holds no results"),
         ("--measured /dev/zero", "/dev/zero holds no results"),
-        ("--measured nowhere.json", "nowhere.json: No such file"),
         ("--measured {folder}/sweep.json", "sweep.json is damaged: KeyError("),
         ("--measured sweep.json --plot x.png", "--plot draws a forecast, which needs --model"),
         ("--measured sweep.json --max-new-tokens 9", "--max-new-tokens does nothing without --model: leave it out"),
-        ("--measured sweep.json --device H200", "--device does nothing without --model"),
     ],
     "minimal.py": [
         *((f"--gamma {gamma}", f"gamma must be from 0 to 16, got {gamma}") for gamma in (-1, 17)),
@@ -208,7 +193,6 @@ REFUSED = {
     "steps.py": [("--batch 0", "--batch")],
     "gpu_suite.py": [
         ("--stages machine,lunch", "--stages names 'lunch'; there are test-smoke,"),
-        ("--stages=", "--stages names ''; there are test-smoke,"),
         ("--budget-seconds 0", "--budget-seconds must be at least 405 for test-rounds, got 0"),
         ("--budget-seconds nan", "--budget-seconds must be at least 405 for test-rounds, got nan"),
         ("--stages machine,test-kernels --budget-seconds 100", "at least 245 for test-kernels, got 100"),
@@ -226,7 +210,6 @@ REFUSED = {
     ],
     "build_wheel.py": [
         ("--sets avx3", "--sets avx3: CPUs of this kind have "),
-        ("--head-dims 72", "--head-dims 72: allowed are"),
         ("--head-dims 64 512", "--head-dims 512: allowed are multiples of 16 up to 256"),
         ("--dist {folder}/in.jsonl", "in.jsonl: File exists"),  # before anything is built
         ("--dist {folder}/in.jsonl/dist", "in.jsonl/dist: Not a directory"),
@@ -236,6 +219,7 @@ ALIKE = [  # programs, of which each has this flag
     ("batch.py benchmark.py evaluate.py needles.py generate.py", "--model nowhere", "no folder nowhere"),
     ("benchmark.py evaluate.py needles.py steps.py", "--json nowhere/x.json", "there is no folder"),
     ("batch.py benchmark.py needles.py", "--draft standalone", "needs draft_model"),
+    ("batch.py benchmark.py generate.py", "--device gpu", "device must be one of auto, cpu, cuda, got 'gpu'"),
 ]
 ROWS = [(program, *row) for program, rows in REFUSED.items() for row in rows]
 ROWS += [(program, flags, said) for programs, flags, said in ALIKE for program in programs.split()]
@@ -250,7 +234,6 @@ def test_nonsense_is_refused_in_one_sentence(
     (tmp_path / "in.jsonl").write_text('{"prompt": [1, 2]}\n')
     (tmp_path / "empty.txt").touch()
     (tmp_path / "blank.txt").write_text(" \n")
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "bytes.txt").write_bytes(b"caf\xe9")
     (tmp_path / "other.cast").write_text('{"version": 2}\n["a", "o", "b"]\n')
     point = '{"status": "measured", "acceptance_by_position": [0.5]}'  # lacks nearly all

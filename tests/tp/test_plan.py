@@ -14,7 +14,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.fast.cpu.packing import pack_linears
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary, collectives_per_step, local_config, start
-from tests.helpers import tiny_config, tiny_model, whole_text_logits
+from tests.helpers import tiny_config, tiny_engine, tiny_model, whole_text_logits
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_vocabulary_is_padded_where_the_ranks_do_not_divide_it(as_one_of: Para
     assert last.output.out_features == 4001 and 7 * 4001 == 32001 - 3994
     assert torch.equal(last.output.weight[:3994], rows[-3994:]) and not last.output.weight[3994:].any()
     with pytest.raises(ValueError, match="the model holds 32,001 of 32,001 embedding rows, but 8 processes"):
-        as_one_of.group.check_part(tiny_model(config))
+        tiny_engine(model=tiny_model(config), parallel=as_one_of)
 
 
 @pytest.mark.parametrize("as_one_of", [2], indirect=True)

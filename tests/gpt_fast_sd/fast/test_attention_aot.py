@@ -17,7 +17,6 @@ import torch
 pytest.importorskip("triton")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_fast_sd.fast import launches
 from gpt_fast_sd.fast.triton import common as triton_common
@@ -29,7 +28,7 @@ from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32, INT8, PLANES
 from tests.gpt_fast_sd.fast.launching import FEW, MANY, OTHERS, attend, attended, bound, new
 from tests.gpuless.aot import SM_SHARED, assert_fits, assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch, stand_in
-from tests.helpers import thinned
+from tests.helpers import Noting, thinned
 
 ONE_CHUNK, SEVERAL = {"n_listed": 112, "width": 42}, {"n_listed": 448, "width": 74}
 TAIL = 64
@@ -258,21 +257,15 @@ G, H = 4, 128
 NO_KERNEL = {"device", "empty", "empty_strided"}  # neither views nor kernels
 
 
-class Kernels(TorchDispatchMode):
-    """How many of torch's operations are kernels of their own on a GPU: neither views nor allocations."""
-
-    n = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.n += func.overloadpacket.__name__ not in NO_KERNEL and not func.is_view
-        return func(*args, **(kwargs or {}))
+def is_kernel(op: Any, _: Any) -> bool:
+    return op.overloadpacket.__name__ not in NO_KERNEL and not op.is_view
 
 
 def counted(call: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """Kernels that a call launches, Triton's and torch's."""
-    with stand_in(90) as triton_launches, FakeTensorMode(), Kernels() as torch_kernels:
+    with stand_in(90) as triton_launches, FakeTensorMode(), Noting(is_kernel) as of_torch:
         call(*args, **kwargs)
-    return len(triton_launches) + torch_kernels.n
+    return len(triton_launches) + sum(of_torch.seen)
 
 
 BYTES = [{"held": INT8}, {"held": PLANES, "tail": TAIL}]  # the latter as a draft reads it

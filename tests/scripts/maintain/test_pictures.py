@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from maintain import hero, record, results
@@ -48,24 +47,16 @@ def test_text_that_comes_in_pieces_is_the_same_text() -> None:
     assert lines_of(whole) == ["green", "End"]
 
 
-def test_a_picture_is_well_formed_whatever_was_written_and_stands_at_the_last_screen() -> None:
-    events = (0.0, "10% <b>&\r"), (1.0, "\x1b[32mif a < b & c:\x1b[0m ]]>\r\n"), (2.0, "\x1b[35mend\x1b[0m")
-    film = record.film(events, columns=20, rows=5, speed=2.0, pause=1.0, most=1000.0)
-    svg = record.draw(film, 20, 5, 'a "title" & <more>', hold=1.0)
-    assert last_screen(svg) == ["if a < b & c: ]]>", "end"]
-    assert '<tspan class="c32">if a &lt; b &amp; c:</tspan>' in svg
-
-
 def test_a_program_is_recorded_on_a_terminal_and_drawn_anew_from_its_recording(tmp_path: Path, capsys: Printed) -> None:
-    code = "import os, sys; print('\\033[32mé\\033[0m', sys.stdin.isatty()); print(*os.get_terminal_size())"
+    code = "import os, sys; print('\\033[32mé<&>\\033[0m', sys.stdin.isatty()); print(*os.get_terminal_size())"
     out = tmp_path / "run.svg"
     assert record.main([str(out), "--columns", "30", "--rows", "4", "--", sys.executable, "-c", code]) == 0
     header, *events = [json.loads(line) for line in out.with_suffix(".cast").read_text().splitlines()]
     assert (header["version"], header["width"], header["height"]) == (2, 30, 4)
-    assert "".join(text for _, _, text in events).split() == ["\x1b[32mé\x1b[0m", "True", "30", "4"]
+    assert "".join(text for _, _, text in events).split() == ["\x1b[32mé<&>\x1b[0m", "True", "30", "4"]
     assert "True" in capsys.readouterr().out  # one sees it run
     first = out.read_text()
-    assert last_screen(first)[-2:] == ["é True", "30 4"]
+    assert last_screen(first)[-2:] == ["é<&> True", "30 4"] and '<tspan class="c32">é&lt;&amp;&gt;</tspan>' in first
     out.unlink()
     assert record.main([str(out)]) == 0 and out.read_text() == first
 
@@ -87,20 +78,13 @@ def test_the_picture_in_docs_is_that_of_the_recording_beside_it(tmp_path: Path) 
     assert (tmp_path / svg.name).read_text(encoding="utf-8") == svg.read_text(encoding="utf-8")
 
 
-def point(batch: int, context: int, speedup: float, **changes: Any) -> dict[str, Any]:
-    spread = {"min": speedup - 0.1, "median": speedup, "max": speedup + 0.1}
-    shared = {"policy": "streaming", "budget": 256, "gamma": "auto", "temperature": 0.0, "status": "measured"}
-    shared |= {"speedup": {"steady": spread}}
-    return {"batch": batch, "context": context} | shared | changes
-
-
-SWEEP = [point(batch, context, 1.0 + batch / 100) for batch in (1, 2, 4, 16) for context in (1000, 4000)]
-
-
 def test_a_plot_has_a_line_for_each_batch_and_its_title_says_what_it_shows() -> None:
-    svg = hero.hero(SWEEP)
-    assert svg.count("<polyline") == 4 and svg.count("<circle") == len(SWEEP)
-    assert "at 4,000 tokens: 16 rows 1.16x, 4 rows 1.04x, 2 rows 1.02x, 1 rows 1.01x</title>" in svg
+    """In a panel for each draft, here at two temperatures."""
+    points = json.loads((DATA / "sweep.json").read_text())["points"]
+    svg = hero.hero(points)
+    assert svg.count("<polyline") == 2 * 2 and svg.count("<circle") == len(points) == 8
+    told = ("at 7,500 tokens: 16 rows 1.27x, 1 rows 1.08x", "at 7,500 tokens: 16 rows 1.27x, 1 rows 1.06x")
+    assert f"{'; '.join(told)}</title>" in svg
 
 
 def test_a_page_of_results_tells_what_was_measured_and_nothing_of_a_part_that_is_not_whole(tmp_path: Path) -> None:

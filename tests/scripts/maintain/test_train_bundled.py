@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from maintain.train_bundled import RECIPES, Pieces, TrainingAttention
 from measuring.needles import DIGITS, needle, person, thing
 from tests.helpers import Refuses, whole_text_logits
 
+DOCUMENT = (BUNDLED / "document.txt").read_text(encoding="utf-8")
 TOKENS = 20_000  # 79 steps of the test recipe, all three stages
 
 
@@ -66,20 +68,14 @@ def test_a_document_has_exactly_n_tokens_and_starts_with_bos(kind: Kind, n: int,
         assert not (ids[1:] == pieces.bos_id).any()
 
 
-class Letters:
-    """Every character is a token."""
-
-    def encode(self, text: str) -> list[int]:
-        return [*map(ord, text)]
-
-
 def test_held_out_passages_never_reach_training_and_a_half_written_cache_is_never_read(tmp_path: Path) -> None:
+    letters: Any = SimpleNamespace(encode=lambda text: [*map(ord, text)])
     book, cache = tmp_path / "b.txt", tmp_path / "cache"
     cache.mkdir()
     (cache / "b.4711").write_bytes(b"a killed process left this")
     for text in ("x." * 490 + "!" * 20, "changed"):  # a book is tokenized once
         book.write_text(text)
-        tokens = Books(book_paths(tmp_path), Letters(), cache)
+        tokens = Books(book_paths(tmp_path), letters, cache)
         assert [path.name for path in cache.glob("*.npy")] == ["b.npy"]
         passages = [tokens.passage(np.random.default_rng(seed), 50) for seed in range(20)]
         assert not any(ord("!") in ids for ids in passages)
@@ -185,18 +181,13 @@ def tokenizer() -> Tokenizer:
     return tokenizer
 
 
-@pytest.fixture(scope="module")
-def document() -> str:
-    return (BUNDLED / "document.txt").read_text(encoding="utf-8")
-
-
 def test_the_shipped_folder_is_small() -> None:
     assert sum(path.stat().st_size for path in BUNDLED.rglob("*") if path.is_file()) < 32 * 2**20
 
 
-def test_logits_and_ids_are_those_of_transformers(model: Transformer, tokenizer: Tokenizer, document: str) -> None:
+def test_logits_and_ids_are_those_of_transformers(model: Transformer, tokenizer: Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
-    text = document[:1200]
+    text = DOCUMENT[:1200]
     ids = tokenizer.encode(text)
     assert transformers.AutoTokenizer.from_pretrained(BUNDLED)(text)["input_ids"] == ids
     reference = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
@@ -206,24 +197,24 @@ def test_logits_and_ids_are_those_of_transformers(model: Transformer, tokenizer:
         torch.testing.assert_close(logits, reference(tokens).logits, rtol=1e-3, atol=1e-3)  # sums in another order
 
 
-def test_the_default_document_is_long_and_leaves_room(model: Transformer, tokenizer: Tokenizer, document: str) -> None:
-    n_tokens = len(tokenizer.encode(document))
+def test_the_default_document_is_long_and_leaves_room(model: Transformer, tokenizer: Tokenizer) -> None:
+    n_tokens = len(tokenizer.encode(DOCUMENT))
     assert 4096 <= n_tokens <= 12288
     assert n_tokens + 2048 <= model.config.max_seq_len
-    assert "\ufffd" not in document
-    assert document.endswith("by the brass bolt.\n")  # a whole text, which was written by hand
+    assert "\ufffd" not in DOCUMENT
+    assert DOCUMENT.endswith("by the brass bolt.\n")  # a whole text, which was written by hand
 
 
-def test_the_model_reads_prose_far_better_than_chance(model: Transformer, tokenizer: Tokenizer, document: str) -> None:
-    ids = tokenizer.encode(document)[:1025]
+def test_the_model_reads_prose_far_better_than_chance(model: Transformer, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(DOCUMENT)[:1025]
     loss = torch.nn.functional.cross_entropy(whole_text_logits(model, ids[:-1]), torch.tensor(ids[1:]))
     assert loss < 5.0  # a uniform guess among 4,096 costs 8.3, the best unigram guess about 6.5
 
 
-def test_the_model_copies_random_tokens_it_has_seen(model: Transformer, tokenizer: Tokenizer, document: str) -> None:
+def test_the_model_copies_random_tokens_it_has_seen(model: Transformer, tokenizer: Tokenizer) -> None:
     """Nothing but the first copy predicts the second one: this is the far reading that drafts need."""
     n = 64
-    words = torch.tensor(tokenizer.encode(document, bos=False))
+    words = torch.tensor(tokenizer.encode(DOCUMENT, bos=False))
     costs = []
     for seed in range(4):
         shuffled = words[torch.randperm(len(words), generator=torch.Generator().manual_seed(seed))[:n]]

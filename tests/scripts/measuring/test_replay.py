@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, SamplingParams
 from gpt_fast_sd.acceptance import AcceptResult
 from gpt_fast_sd.fast.compile import own_code
 from gpt_fast_sd.policies import Draft
@@ -13,7 +13,7 @@ from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import GREEDY
 from measuring.replay import PROFILES, ROW_STD, Profile, Replay, replay_table
 from measuring.roofline import omega
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import random_ids, tiny_engine
 
 CPU = torch.device("cpu")
 
@@ -88,20 +88,9 @@ def test_a_replayed_verdict_stays_below_the_cap_and_plain_rounds_do_not_move_the
     assert capped.next_token.tolist() == [3, 9]
 
 
-def test_replaying_reads_nothing_on_the_host() -> None:
-    # a meta tensor has no values: whatever asks for one raises
-    meta = torch.device("meta")
-    replay = Replay(torch.zeros(4, 2, dtype=torch.int64, device=meta))
-    ones = torch.ones(2, dtype=torch.int64, device=meta)
-    replay.rewind()
-    out = replay.apply(AcceptResult(ones, ones), torch.ones(2, 3, dtype=torch.int64, device=meta), ones)
-    assert out.n_accepted.shape == out.next_token.shape == (2,)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_engine_that_replays_keeps_what_the_table_says_and_goes_on_as_ever_without(temperature: float) -> None:
-    config = EngineConfig(batch_size=2, max_seq_len=128, compile=False, device="cpu")
-    engine = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=16, gamma=3))
+    engine = tiny_engine(DraftConfig(policy="streaming", budget=16, gamma=3), max_seq_len=128)
     prompts = [random_ids(40, seed=1), random_ids(25, seed=2)]
     params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=temperature, seed=5)
     before = [c.tokens for c in engine.generate(prompts, params)]
@@ -117,8 +106,7 @@ def test_an_engine_that_replays_keeps_what_the_table_says_and_goes_on_as_ever_wi
 
 
 def test_judging_with_a_replay_compiles_once_whichever_table_it_has() -> None:
-    config = EngineConfig(batch_size=2, max_seq_len=128, compile=False, device="cpu")
-    engine = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=16, gamma=3))
+    engine = tiny_engine(DraftConfig(policy="streaming", budget=16, gamma=3), max_seq_len=128)
     engine.state.remaining.fill_(100)
     engine.state.active.fill_(True)
     graphs = []

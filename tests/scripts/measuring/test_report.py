@@ -4,20 +4,84 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.model import StreamDecoder
+from gpt_fast_sd.serving.requests import Request, RoundEvent, TokenEvent
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring import Recorder, Way, page
 from measuring.report import DIGITS, MOST_BYTES, MOST_REQUESTS, MOST_ROUNDS, WIDTH, digits, in_script
 from tests.helpers import ByteTokenizer, random_ids, tiny_model
-from tests.scripts.measuring.runs import NASTY, Story, a_round, an_event, page_of_one_token, recorder_of
 
 SCRIPT = re.compile(r'<script type="application/json" id="run">(.*?)</script>', re.DOTALL)
+NASTY = (
+    "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028\u2029 \x00\x07\x1b \u202eleft\u202c "
+    "\"\\ '`${run} \u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627 "
+    "\U0001f642\U0001f468\u200d\U0001f469 __RUN__\n\tend"
+)
+
+
+class Pieces:
+    """A tokenizer whose token i is the i-th text, which may be one that no UTF-8 can hold."""
+
+    vocab_size, drops_first_space = 10_000, False
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = list(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.texts[i] for i in ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.texts[token].encode("utf-8", "surrogatepass")
+
+
+def story(text: str, *, prompt: str = "Once", refused: bytes = b" no", timed: bool = True) -> str:
+    """The page of one request: three tokens per round, the last of them the target's own.
+
+    Every other time it took the place of a draft of these bytes.
+    """
+    tokenizer, ids = ByteTokenizer(bos_id=None), [*text.encode()]
+    params = SamplingParams(max_tokens=len(ids), ignore_eos=True)
+    request = Request(0, [*prompt.encode()], params, frozenset(), StreamDecoder(tokenizer, [*prompt.encode()]))
+    recorder = Recorder(tokenizer, [request.prompt], [params], ["streaming"])
+    for number, start in enumerate(range(0, len(ids), 3)):
+        tokens, unkept, length = ids[start : start + 3], [*refused] * (number % 2 == 0), request.length
+        accepted = len(tokens) - 1
+        sources = ["streaming"] * accepted + ["target"]
+        event = request.commit(tokens, sources, accepted + len(unkept), accepted, unkept)
+        read = torch.zeros(length + 4)
+        read[:4] = read[max(0, length - 8) :] = 1
+        draft, verify = (0.04 + number % 5 / 100, 0.1) if timed else (0.0, 0.0)
+        times = {"seconds": 0.2, "draft_seconds": draft, "verify_seconds": verify, "prefill_seconds": 0.0}
+        recorder(RoundEvent(gamma=2 + len(refused), events=[event], read={0: read} if timed else {}, **times))
+    return page(recorder, "a run", ways={name: Way.of([EngineStats()]) for name in ("plain", "speculative")})
+
+
+def a_round(*events: TokenEvent, read: dict[int, Tensor] | None = None, gamma: int = 1) -> RoundEvent:
+    times = {"seconds": 123.456789, "draft_seconds": 23.456789, "verify_seconds": 99.999999, "prefill_seconds": 1.2}
+    return RoundEvent(gamma=gamma, events=[*events], read=read or {}, **times)
+
+
+def an_event(pieces: Sequence[str], *, drafted: int = 0, accepted: int = 0, index: int = 0) -> TokenEvent:
+    """What a round wrote: token i is the i-th piece; what was refused is the first token, again and again."""
+    sources = ["streaming"] * accepted + ["target"] * (len(pieces) - accepted)
+    return TokenEvent(
+        index=index, tokens=[*range(len(pieces))], text="".join(pieces), pieces=[*pieces], sources=sources,
+        drafted=drafted, accepted=accepted, refused=[0] * (drafted - accepted),
+    )  # fmt: skip
+
+
+def recorder_of(pieces: Sequence[str], *prompts: list[int], most: int = 9, drafter: str = "streaming") -> Recorder:
+    """A recorder of a run on these prompts, each of at most so many tokens."""
+    return Recorder(Pieces(pieces), prompts, [SamplingParams(max_tokens=most)] * len(prompts), [drafter])  # type: ignore[arg-type]
 
 
 def run_of(html: str) -> dict[str, Any]:
@@ -25,10 +89,6 @@ def run_of(html: str) -> dict[str, Any]:
     (text,) = SCRIPT.findall(html)
     run: dict[str, Any] = json.loads(text)
     return run
-
-
-def text_of(request: dict[str, Any]) -> str:
-    return "".join(piece for _, pieces, *_ in request["rounds"] for piece in pieces)
 
 
 @pytest.mark.parametrize("policy", ["streaming", "hierarchy", "off"])
@@ -42,7 +102,6 @@ def test_a_page_holds_the_printed_texts_and_counts_that_agree_with_the_stats(pol
     one.on_round = recorder
     completions = one.generate(prompts, params)
     run = run_of(page(recorder, "a run", ways={"speculative": Way.of([one.stats])}))
-    assert [text_of(request) for request in run["requests"]] == [completion.text for completion in completions]
     stats = one.stats
     assert run["positions"] == [stats.accepted_by_position, stats.drafted_by_position]
     assert run["n_rounds"] == len(run["rounds"]) == stats.rounds
@@ -55,48 +114,33 @@ def test_a_page_holds_the_printed_texts_and_counts_that_agree_with_the_stats(pol
     assert run["sources"] == ["target", *(one.policy.proposers if one.policy else ())]
     assert run["left_out"] == []
     for request, completion in zip(run["requests"], completions, strict=True):
+        assert "".join(piece for _, pieces, *_ in request["rounds"] for piece in pieces) == completion.text
         assert (request["tokens"], request["finish"]) == (len(completion.tokens), completion.finish_reason)
         assert (request["views"] is None) == (policy == "off")
 
 
 def test_a_character_of_several_tokens_stands_where_its_last_byte_came() -> None:
-    story = Story("a\U0001f642b")
-    (request,) = run_of(story.page())["requests"]
+    (request,) = run_of(story("a\U0001f642b"))["requests"]
     assert [part[1] for part in request["rounds"]] == [["a", "", ""], ["", "\U0001f642", "b"]]
 
 
 def test_what_was_refused_is_the_text_that_it_would_have_been_in_its_place() -> None:
-    story = Story("a\u00e9", refused=b"\xa8x\xc3")  # behind a and C3, where the target wrote A9; C3 ends no character
-
-    (request,) = run_of(story.page())["requests"]
+    html = story("a\u00e9", refused=b"\xa8x\xc3")  # behind a and C3, where the target wrote A9; C3 ends no character
+    (request,) = run_of(html)["requests"]
     assert request["rounds"][0][4] == ["\u00e8", "x", "#195"]
 
 
-@pytest.mark.parametrize("where", ["text", "prompt", "title", "refused"])
-def test_no_text_ends_the_script_that_holds_it_and_all_of_it_comes_back(where: str) -> None:
-    plain = Story("abc").page()
-    given: dict[str, Any] = {"refused": NASTY.encode()} if where == "refused" else {where: NASTY}
-    story = Story(**({"text": "abc"} | given))
-    html = story.page()
-    assert html.count("<script") == plain.count("<script") and html.count("</script") == plain.count("</script")
-    assert html.count("<!--") == plain.count("<!--")
+def test_a_token_that_would_end_the_script_is_one_of_its_texts() -> None:
+    """Nor one that was refused, the end of a prompt, a title, a fact or a verdict."""
+    recorder, ways = recorder_of([NASTY], [0]), {"speculative": Way.of([EngineStats()])}
+    recorder(a_round(an_event([NASTY], drafted=1)))
+    html, plain = page(recorder, NASTY, ways=ways, facts=[(NASTY, NASTY)], verdict=[NASTY]), story("abc")
+    assert all(html.count(mark) == plain.count(mark) for mark in ("<script", "</script", "<!--"))
     (held,) = SCRIPT.findall(html)
     assert held.isascii() and not set("<>&") & set(held)
     run = run_of(html)
+    assert (run["title"], run["facts"]) == (NASTY, [[NASTY, NASTY]])
     (request,) = run["requests"]
-    assert text_of(request) == story.request.text
-    if where == "text":
-        assert text_of(request) == NASTY
-    elif where == "prompt":
-        assert NASTY.endswith(request["ending"])
-    elif where == "title":
-        assert run["title"] == NASTY and run["facts"] == [["model", NASTY]]
-
-
-def test_a_token_that_would_end_the_script_is_one_of_its_texts() -> None:
-    html = page_of_one_token(NASTY)
-    assert html.count("</script") == Story("abc").page().count("</script")
-    (request,) = run_of(html)["requests"]
     assert request["rounds"] == [[0, [NASTY], [0], 1, [NASTY]]] and request["ending"] == NASTY
 
 
@@ -154,8 +198,7 @@ def test_only_nothing_at_all_is_drawn_as_nothing() -> None:
 
 
 def test_stretches_of_a_view_hold_the_share_of_their_positions_that_was_read() -> None:
-    story = Story("x" * 9, prompt="p" * 991)
-    (request,) = run_of(story.page())["requests"]
+    (request,) = run_of(story("x" * 9, prompt="p" * 991))["requests"]
     views = request["views"]
     assert views["length"] == 1000 and len(views["sum"]) == WIDTH and views["every"] == 1
     number, line, entries = views["rounds"][0]
@@ -177,7 +220,7 @@ def test_a_text_that_ends_early_is_not_drawn_as_long_as_it_might_have_been() -> 
 
 
 def test_a_run_of_cuda_graphs_says_that_its_parts_were_not_seen() -> None:
-    run = run_of(Story("abcdef", timed=False).page())
+    run = run_of(story("abcdef", timed=False))
     assert run["whole"] and "CUDA graph" in run["left_out"][0]
 
 
@@ -193,6 +236,6 @@ def test_a_run_of_nothing_has_a_page_too() -> None:
 
 
 def test_a_page_names_no_other_file_and_no_address() -> None:
-    html = Story("abc").page()
+    html = story("abc")
     assert not re.search(r"(?i)https?:|//[a-z]|@import|url\(|\bsrc=|<link(?! rel=\"icon\" href=\"data:,\")", html)
     assert "default-src 'none'" in html

@@ -10,11 +10,11 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.acceptance import AcceptResult
-from gpt_fast_sd.model import KV, CausalSelf, Transformer
+from gpt_fast_sd.model import CausalSelf, Transformer
 from measuring import lossless
 from measuring.lossless import Finding
 from measuring.soak import Rest, Soaked, _logits, _ties, finding, soak
-from tests.helpers import Patch, random_ids, tiny_model
+from tests.helpers import Patch, ahead, random_ids, tiny_model
 
 SMALL = EngineConfig(batch_size=3, max_seq_len=256, compile=False)
 DRAFTS = [
@@ -51,13 +51,8 @@ def test_tokens_over_an_int8_cache_are_those_of_the_target_over_such_a_cache() -
 
 def test_forwards_have_few_lengths_and_the_same_logits(monkeypatch: Patch) -> None:
     """A library keeps primitives for each length that it meets: a soak in bf16 grew by some MiB with every new one."""
-    one, ids, lengths, hidden = engine(), random_ids(150), set[int](), Transformer.hidden
-
-    def noted(self: Transformer, tokens: torch.Tensor, pos: torch.Tensor, kv: KV) -> torch.Tensor:
-        lengths.add(tokens.shape[1])
-        return hidden(self, tokens, pos, kv)
-
-    monkeypatch.setattr(Transformer, "hidden", noted)
+    one, ids, lengths = engine(), random_ids(150), set[int]()
+    ahead(monkeypatch, Transformer, "hidden", lambda self, tokens, *_: lengths.add(tokens.shape[1]))
     for n in range(2, 151):
         found = _logits(one, ids[:n], 1)
         if n % 29 == 0:

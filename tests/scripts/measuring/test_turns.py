@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,35 +15,18 @@ from gpt_fast_sd.tp import Parallel
 from measuring import turns as timing
 from measuring.points import crossing, lengths_of, lines_of
 from measuring.turns import Mark, Run, Turns, alpha_of, distinct_4grams, median_interval, steady_speed, take_turns
-from tests.helpers import ByteTokenizer, random_ids, tiny_model
-
-Streams = list[tuple[bool, int]]  # whether it speculated, and tokens asked for
+from tests.helpers import ByteTokenizer, Patch, ahead, random_ids, tiny_engine, tiny_model
 
 
-class Noted:
-    """An engine that notes its streams."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.streams = engine, list[tuple[bool, int]]()
-        self.parallel = engine.parallel
-
-    def stream(self, prompts: Any, params: Any, *, speculate: bool) -> Any:
-        self.streams.append((speculate, params[0].max_tokens))
-        return self.engine.stream(prompts, params, speculate=speculate)
-
-    @property
-    def stats(self) -> EngineStats:
-        return self.engine.stats
-
-
-def test_pairs_alternate_who_goes_first_after_a_short_untimed_run_of_each() -> None:
-    config = EngineConfig(batch_size=1, max_seq_len=64, compile=False, dtype="fp32")
-    draft = DraftConfig(policy="streaming", budget=16, gamma=2)
-    engine: Any = Noted(Engine(tiny_model(), ByteTokenizer(), config, draft))
-    said: list[str] = []
+def test_pairs_alternate_who_goes_first_after_a_short_untimed_run_of_each(monkeypatch: Patch) -> None:
+    draft, said, streams = DraftConfig(policy="streaming", budget=16, gamma=2), list[str](), list[tuple[bool, int]]()
+    engine = tiny_engine(draft, tokenizer=ByteTokenizer(), batch_size=1, max_seq_len=64)
+    ahead(
+        monkeypatch, engine, "stream", lambda _, params, *, speculate: streams.append((speculate, params[0].max_tokens))
+    )
     turns = take_turns(engine, [random_ids(40)], [SamplingParams(max_tokens=20)], 3, progress=said.append)
-    order = "".join("PS"[speculate] for speculate, _ in engine.streams)
-    assert order == "SP" + "PS" + "SP" + "PS" and [n for _, n in engine.streams] == [16, 16, *[20] * 6]
+    order = "".join("PS"[speculate] for speculate, _ in streams)
+    assert order == "SP" + "PS" + "SP" + "PS" and [n for _, n in streams] == [16, 16, *[20] * 6]
     assert said == ["prefill", "pair 1 of 3", "pair 2 of 3", "pair 3 of 3"]
     assert len(turns.ratios("completion")) == len(turns.ratios("steady")) == 3 and turns.first_differences == []
     assert turns.prefill.prefill_tokens > 0 == turns.counts.prefill_tokens
@@ -51,42 +35,28 @@ def test_pairs_alternate_who_goes_first_after_a_short_untimed_run_of_each() -> N
     assert turns.by_steps and turns.by_steps > 0
 
 
+def quick(seconds: float) -> Any:
+    """An engine that decodes nothing, and says that it took so long."""
+    stats = EngineStats(decode_seconds=seconds, decode_tokens=1, rounds=1)
+    return SimpleNamespace(stats=stats, stream=lambda *_, speculate: [])
+
+
 def test_short_runs_go_on_until_they_took_the_time_asked_for() -> None:
-    class Quick:
-        """Decodes in a quarter of a second, it says."""
-
-        stats = EngineStats(decode_seconds=0.25, decode_tokens=1, rounds=1)
-        parallel = Parallel(torch.device("cpu"))
-
-        def stream(self, *args: Any, speculate: bool) -> list[Any]:
-            return []
-
-    engine: Any = Quick()
+    engine = quick(seconds=0.25)
+    engine.parallel = Parallel(torch.device("cpu"))
     assert len(take_turns(engine, [], [SamplingParams()], 2).plain) == 2
     assert len(take_turns(engine, [], [SamplingParams()], 2, seconds=3.0).plain) == 6
 
 
 def test_ranks_go_on_for_as_long_as_the_first_one_by_its_clock() -> None:
-    """Each rank has its own clock: one that stopped alone would leave the others in a collective of the next pair."""
+    """Each rank has its own clock: one that stopped alone would leave the others in a collective of the next pair.
 
-    class Later:
-        """A rank that is through by its own clock after one pair, and whose first rank is after three."""
-
-        stats = EngineStats(decode_seconds=9.0, decode_tokens=1, rounds=1)
-
-        def __init__(self) -> None:
-            self.parallel, self.asked, self.first = self, list[int](), [1, 1, 1, 0]
-
-        def same(self, number: int) -> int:
-            self.asked.append(number)
-            return self.first[len(self.asked) - 1]
-
-        def stream(self, *args: Any, speculate: bool) -> list[Any]:
-            return []
-
-    rank: Any = Later()
+    This one is through by its own clock after one pair, and the first rank is after three.
+    """
+    rank, first, asked = quick(seconds=9.0), iter([1, 1, 1, 0]), list[int]()
+    rank.parallel = SimpleNamespace(same=lambda number: (asked.append(number), next(first))[1])
     assert len(take_turns(rank, [], [SamplingParams()], 1, seconds=3.0).plain) == 3
-    assert rank.asked == [1, 0, 0, 0]
+    assert asked == [1, 0, 0, 0]
 
 
 def seconds(decode: float) -> Run:
