@@ -19,8 +19,8 @@ from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, load_model, lo
 from maintain import train_bundled
 from maintain.bundled_data import MIXTURES, Books, Kind, book_paths
 from maintain.train_bundled import RECIPES, Pieces, TrainingAttention
-from measuring.needles import DIGITS, needle, person, thing
-from tests.helpers import Refuses, whole_text_logits
+from measuring.needles import person, thing
+from tests.helpers import whole_text_logits
 
 DOCUMENT = (BUNDLED / "document.txt").read_text(encoding="utf-8")
 TOKENS = 20_000  # 79 steps of the test recipe, all three stages
@@ -128,42 +128,6 @@ def test_the_export_can_be_measured_and_described(books: Path, trained: Path, tm
     assert result["training"]["steps"] == 75  # the last that was logged
     assert sum(stage["steps"] for stage in result["training"]["stages"]) == 75
     assert "2 public-domain books" in written.read_text()
-
-
-def test_a_needle_prompt_states_its_fact_at_its_depth_and_leaves_room_for_the_answer(trained: Path) -> None:
-    tokenizer = load_tokenizer(trained / "model", read_config(trained / "model"))
-    assert tokenizer is not None
-    prose = torch.tensor(tokenizer.encode("The rain fell upon the road, and nobody came. " * 200, bos=False))
-    for depth in (0.0, 0.5, 1.0):
-        probe = needle(tokenizer, np.random.default_rng(0), [prose], 1024, depth)
-        text = tokenizer.decode(probe.prompt)
-        assert 1024 - 16 <= len(probe.prompt) + DIGITS <= 1024
-        assert f" {probe.answer}.\n" in text
-        assert text.endswith(" ")
-        assert text.index(probe.answer) / len(text) == pytest.approx(0.97 * depth + 0.01, abs=0.05)
-
-
-def test_what_cannot_be_trained_on_or_gone_on_with_is_refused(
-    books: Path, trained: Path, tmp_path: Path, refuses: Refuses
-) -> None:
-    def refused(*more: object, books: Path = books, work: Path = tmp_path / "work") -> str:
-        return refuses(train_bundled.main, *flags(books, work), *more)
-
-    assert "checkpoint.pt" in refused("--export-only")
-    assert "holds no .txt file" in refused(books=tmp_path)
-    (tmp_path / "short.txt").write_text("A short book.\n")
-    assert "too few tokens" in refused(books=tmp_path)
-    assert "another shape" in refused("--init-from", BUNDLED)
-    assert "another optimizer" in refused("--optimizer", "adamw", work=trained)
-    state = checkpoint(trained)
-    state["model"]["layers.0.attention.wo.weight"] = torch.zeros(3, 5)
-    torch.save(state, tmp_path / "work" / "checkpoint.pt")
-    assert "another shape: its layers.0.attention.wo.weight is [3, 5]" in refused()
-    for content in (b"", b"PK\x03\x04 cut short"):
-        (tmp_path / "work" / "checkpoint.pt").write_bytes(content)
-        assert "checkpoint.pt is no checkpoint that can be read" in refused()
-    argv = ["--model", trained / "model", "--books", books, "--log", trained / "log.jsonl"]
-    assert "the model was trained on it" in refuses(evaluate.main, *argv)
 
 
 # ---- the model and the document that ship: small, readable by transformers, and trained ------------------------------
