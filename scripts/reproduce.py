@@ -14,6 +14,9 @@ published.
 
 from __future__ import annotations
 
+import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
+
+# isort: split
 import argparse
 import json
 import shlex
