@@ -205,7 +205,7 @@ def test_steps_are_told_apart_and_their_parts_add_up() -> None:
     found, rounds = time_steps(engine, prompts, 12, CHIP)
     assert [(x["kind"], x["n_tokens"]) for x in found] == [("plain", 1), ("draft", 1), ("verify", 4)]
     for step in found:
-        assert all(step[part] > 0 for part in ("between", "products", "attention", "n"))
+        assert all(step[part] > 0 for part in ("products", "attention", "n"))  # medians, each of its own
     plain, _, verify = found
     model = engine.target.model
     weights = sum(x.nbytes for x in (*model.layers.parameters(), model.output.weight))
