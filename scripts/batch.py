@@ -68,6 +68,7 @@ from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingP
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import gguf_parts, load_tokenizer, parse_json, read_config
 from gpt_fast_sd.tp import Parallel
+from inputs.ruler import RULER
 from inputs.sources import HUB
 from journal import Files, Log, beside, indices, lock_of
 from measuring.ledger import as_json
@@ -415,7 +416,7 @@ def prepare(args: argparse.Namespace, at_end: contextlib.ExitStack) -> Job:
     at_end: takes the lock and, as soon as there are several processes, what ends all of them if one is lost.
     """
     rejects = args.rejects or beside(args.output, "rejects.jsonl")
-    if str(args.input).startswith(HUB) or args.input.suffix in (".json", ".parquet"):
+    if str(args.input).startswith((HUB, RULER)) or args.input.suffix == ".parquet":
         raise ValueError(
             f"the input must hold one JSON object a line: make_prompts.py makes such a file of {args.input}"
         )

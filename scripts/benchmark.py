@@ -102,6 +102,8 @@ def prepare(args: argparse.Namespace) -> Job:
     check_files({"--json": args.json}, reads)
     if args.plots is not None:
         plots.check_drawable("--plots")
+    if getattr(args, "seconds", None) and (getattr(args, "sets", None) or 1) > 1:
+        raise ValueError("--sets times each set in as many pairs: leave --seconds out")
     if args.skip and args.synthetic:
         raise ValueError("--skip leaves out tokens of texts: leave it out with --synthetic")
     if args.text and args.synthetic:

@@ -88,7 +88,9 @@ def scores(path: Path) -> dict[str, list[float]]:
     found = defaultdict[str, list[float]](list)
     for where, row in lines_of(path):
         of = row.get("id") if isinstance(row, dict) else None
-        if not (isinstance(of, dict) and of.get("task") in TASKS and of.get("answers")):
+        if not (
+            isinstance(of, dict) and of.get("task") in TASKS and of.get("answers") and isinstance(row.get("text"), str)
+        ):
             raise ValueError(f"{where} has no answers of a task in its id, as {PROGRAM} writes it")
         hits = [answer.lower() in row["text"].lower() for answer in of["answers"]]
         # of several answers to one question any will do, of several that are asked for all

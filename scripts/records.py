@@ -45,7 +45,7 @@ class Encoder:
 
     def record(self, record: object, where: str) -> list[int]:
         """The prompt of one JSONL line."""
-        allowed, record = {*OURS, *PER_PROMPT, "speculate"}, as_ours(record, where, self.fields)
+        allowed, record = {*OURS, *PER_PROMPT, "speculate", "id"}, as_ours(record, where, self.fields)
         if len({*OURS} & set(record)) != 1:
             raise ValueError(f"{where} must be a JSON object with exactly one of prompt, tokens and messages")
         if unknown := sorted(set(record) - allowed):
@@ -97,7 +97,7 @@ def own(record: Record) -> Record:
     if "speculate" in record:
         if not isinstance(record["speculate"], bool) or "max_drafts" in record:
             raise ValueError(f"speculate must be true or false, without max_drafts, got {record['speculate']!r:.60}")
-        found |= {} if record["speculate"] else {"max_drafts": 0}
+        found["max_drafts"] = None if record["speculate"] else 0
     return found
 
 

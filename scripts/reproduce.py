@@ -7,9 +7,10 @@
     python scripts/reproduce.py --list
 
 Each group of cells is one command of benchmark.py, which is printed. A forecast has the gamma of the paper and the
-acceptance that its tokens per round tell (or that the recipe names); "ours" is the best gamma at that acceptance.
-Theirs have other kernels and machines: they stand there to compare kinds, not decimals. recipes.json holds what was
-published.
+acceptance that its tokens per round tell, or else one that the recipe assumes; "ours" is the best gamma at that
+acceptance, and where no gamma was published there is no other forecast. Theirs have other kernels, machines and
+baselines: they stand there to compare kinds, not decimals. recipes.json holds what was published; files that a command
+names, such as squad.json, lie in the folder above scripts/.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from common import parser_of, refusing, started
 from files import check_files, save
 from gpt_fast_sd import DraftConfig
 from gpt_fast_sd.model import preset
-from measuring.chips import chip_named
-from measuring.forecast import System, ranks_for
+from measuring.chips import chip_named, chip_of
+from measuring.forecast import System, budget_of, ranks_for
 from measuring.ledger import Record, complete, read_document
 from measuring.plots import check_drawable, color, draw_panels
 from measuring.roofline import EXPECTED, omega
@@ -43,6 +44,7 @@ from measuring.tables import Column, Table, number, shown
 
 PROGRAM = "reproduce.py"
 RECIPES: dict[str, Any] = json.loads((Path(__file__).parent / "recipes.json").read_text(encoding="utf-8"))
+ROOT = Path(__file__).resolve().parents[1]
 NEW_TOKENS = 96  # that each row is continued by, as in MagicDec
 
 
@@ -67,6 +69,15 @@ class Group:
     @property
     def cells(self) -> list[Cell]:
         return [Cell(*cell) for cell in self.raw["cells"]]
+
+    @property
+    def identity(self) -> Record:
+        """What a measurement of its cells has in common with them."""
+        draft, raw = self.draft, self.raw
+        return {
+            "model": raw["model"], "draft_model": raw.get("draft_model"), "tp": raw["tp"], "policy": draft.policy,
+            "kv_dtype": raw.get("kv_dtype"), "budget": budget_of(draft), "chip": chip_named(raw["chip"]).name,
+        }  # fmt: skip
 
     @property
     def draft(self) -> DraftConfig:
@@ -122,19 +133,17 @@ def row(group: Group, cell: Cell, measured: Sequence[Record]) -> Record:
     system, draft, chances = group.system, group.draft, group.chances(cell)
     middle = cell.context + NEW_TOKENS / 2
     best = system.best(draft, chances, cell.batch, middle, EXPECTED)
-    same = system.forecast(draft, chances, cell.batch, middle, cell.gamma or best.gamma, EXPECTED)
+    gamma = cell.gamma or best.gamma
+    same = system.forecast(draft, chances, cell.batch, middle, gamma, EXPECTED)
     _, advice = system.memory(draft, cell.batch, cell.context)
-    here = [
-        one for one in measured
-        if (one["batch"], one["context"], one["policy"]) == (cell.batch, cell.context, draft.policy)
-        and one["gamma"] in (cell.gamma or "auto", str(cell.gamma or "auto"))
-    ]  # fmt: skip
+    matching = [one for one in measured if one["of"] == group.identity and one["gamma"] == (cell.gamma or "auto")
+                and (one["batch"], one["context"]) == (cell.batch, cell.context)]  # fmt: skip
     return {
         "recipe": group.recipe, "chip": f"{group.raw['tp']} x {system.chip.name}", "model": group.raw["model"],
         "note": group.raw.get("note"), "draft": group.raw.get("draft_model") or draft.policy, **cell._asdict(),
-        "acceptance": chances[0], "forecast_plain_ms": same.target_seconds * 1e3, "forecast": same.ratio,
-        "ours": best.ratio, "ours_gamma": best.gamma, "fits": advice is None,
-        "measured": here[0]["speedup"]["completion"]["median"] if here else None,
+        "acceptance": chances[0], "forecast_plain_ms": same.target_seconds * 1e3,
+        "forecast": same.ratio if cell.gamma else None, "ours": best.ratio, "ours_gamma": best.gamma,
+        "fits": advice is None, "measured": matching[0]["speedup"]["completion"]["median"] if matching else None,
     }  # fmt: skip
 
 
@@ -144,7 +153,7 @@ TABLE = Table(
     number("context", "context", ","), number("batch", "batch"), Column("gamma", lambda r: shown(r["gamma"], "")),
     number("accepted", "acceptance", ".2f"), Column("T_T ms", lambda r: shown(r["plain_ms"], ".1f")),
     number("forecast", "forecast_plain_ms", ".1f"), number("theirs", "speedup", ".2f", unit="x"),
-    number("forecast", "forecast", ".2f", unit="x"),
+    Column("forecast", lambda r: f"{r['forecast']:.2f}x" if r["forecast"] else "-"),
     Column("ours (gamma)", lambda r: f"{r['ours']:.2f}x ({r['ours_gamma']}){'' if r['fits'] else ' !'}", 12),
     Column("measured", lambda r: f"{r['measured']:.2f}x" if r["measured"] else "-"),
 )  # fmt: skip
@@ -176,24 +185,32 @@ def run(group: Group, pg19: Sequence[Path]) -> list[Record]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "points.json"
         argv = group.command(pg19, str(out))
-        subprocess.run([sys.executable, *argv[1:]] if argv[0] == "python" else argv, check=True)
+        done = subprocess.run([sys.executable, *argv[1:]] if argv[0] == "python" else argv, check=False, cwd=ROOT)
+        if done.returncode:
+            raise ValueError(f"the command of {group.recipe} ended with code {done.returncode}: {shlex.join(argv)}")
         return measured_in(out)
 
 
 def measured_in(path: Path) -> list[Record]:
+    """The points of a sweep, each with what it is of."""
     document = read_document(path, "batch")
     with complete(path):
-        return [one for one in document["points"] if one["status"] == "measured"]
+        settings, chip = document["settings"], chip_of(str(document["environment"]["device"]))
+        common = {key: settings[key] for key in ("model", "draft_model", "tp", "kv_dtype")}
+        common |= {"chip": chip.name if chip else None}
+        points = [one for one in document["points"] if one["status"] == "measured"]
+        return [one | {"of": common | {key: one[key] for key in ("policy", "budget")}} for one in points]
 
 
 def draw(rows: Sequence[Record], path: Path) -> None:
     """Theirs on one axis, our forecast on the other: a point a cell."""
 
     def panel(axes: Any) -> None:
-        for i, recipe in enumerate(dict.fromkeys(one["recipe"] for one in rows)):
-            ours = [one for one in rows if one["recipe"] == recipe]
+        told = [one for one in rows if one["forecast"]]
+        for i, recipe in enumerate(dict.fromkeys(one["recipe"] for one in told)):
+            ours = [one for one in told if one["recipe"] == recipe]
             axes.plot([r["speedup"] for r in ours], [r["forecast"] for r in ours], "o", color=color(i), label=recipe)
-        ends = [0.5, max(max(r["speedup"], r["forecast"]) for r in rows)]
+        ends = [0.5, max((max(r["speedup"], r["forecast"]) for r in told), default=1.0)]
         axes.plot(ends, ends, color="gray", linewidth=1)
         axes.set_title("speed over plain decoding, cell by cell", fontsize=10)
 
@@ -231,11 +248,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"\n{name}: {RECIPES[name]['what']}\n{RECIPES[name]['source']}")
             for group in (Group(name, raw) for raw in RECIPES[name]["groups"]):
                 found = known if args.forecast_only or known else run(group, args.pg19)
-                here = [row(group, cell, found) for cell in group.cells]
-                note = f", {group.raw['note']}" if "note" in group.raw else ""
-                print(f"\n{here[0]['chip']}{note}:\n{shlex.join(group.command(args.pg19, 'points.json'))}\n")
-                print(*TABLE.lines(here), sep="\n")
-                rows += here
+                cells = [row(group, cell, found) for cell in group.cells]
+                notes = [group.raw["note"]] if "note" in group.raw else []
+                if "positions" in group.raw:
+                    notes.append(
+                        f"needs a folder of the model whose config.json has {group.raw['positions']:,} positions"
+                    )
+                note = "".join(f"; {one}" for one in notes)
+                print(f"\n{cells[0]['chip']}{note}:\n{shlex.join(group.command(args.pg19, 'points.json'))}\n")
+                print(*TABLE.lines(cells), sep="\n")
+                rows += cells
         if any(not one["fits"] for one in rows):
             print("\n! does not fit into the chips' memory by our plan, which keeps room for graphs and their pools")
         if args.plot:

@@ -60,10 +60,15 @@ def check_planes(config: EngineConfig, draft: DraftConfig, model: ModelConfig) -
         raise ValueError(f"{asked} needs an even head dim, of which two numbers share a byte, got {model.head_dim}")
 
 
-def check_same_vocabulary(tokenizer: Tokenizer | None, draft_folder: Path) -> ModelConfig:
+def check_same_vocabulary(tokenizer: Tokenizer | None, target: ModelConfig, draft_folder: Path) -> ModelConfig:
     """The draft model's configuration; ValueError unless its token ids mean the same as the target's."""
     config = read_config(draft_folder)
     theirs = load_tokenizer(draft_folder, config)
+    if not (tokenizer and theirs) and config.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"draft model {draft_folder} has a vocabulary of {config.vocab_size:,}, the target one of "
+            f"{target.vocab_size:,}, and without a tokenizer of each nobody can tell whether they are one"
+        )
     if tokenizer and theirs and (how := difference(tokenizer, theirs)):
         said = f"draft model {draft_folder} has another tokenizer than the target ({how})"
         raise ValueError(f"{said}: they must share one")

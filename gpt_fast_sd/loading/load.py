@@ -76,7 +76,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     draft_folder, draft_config = None, None
     if draft.draft_model is not None:
         draft_folder = locate(draft.draft_model)
-        draft_config = check_same_vocabulary(tokenizer, draft_folder)
+        draft_config = check_same_vocabulary(tokenizer, model_config, draft_folder)
         check_draft_model(draft_config, model_config, config.max_seq_len, draft)
         if read_stored_float8(draft_folder):
             _say_dequantized(draft_folder)

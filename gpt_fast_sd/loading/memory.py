@@ -68,7 +68,7 @@ class MemoryPlan:
             draft_kv=entries * _bytes_per_token(system.draft_model, system.format) if system.draft_model else 0,
             draft_weights=_copied(within),
             text=8 * entries,
-            policy=_selections(within, entries),
+            policy=_selections(within, entries) + _turned_sinks(within),
             workspace=work.total,
             captured=work.captured if captured else 0,
             graphs=_launches(within) * NODE if captured else 0,
@@ -182,6 +182,15 @@ def _selections(system: System, entries: int) -> int:
     n_lists = model.n_layers * system.config.batch_size * model.n_kv_heads
     unquantized = entries * model.kv_bytes_per_token(max(system.format.dtype.itemsize, 2))
     return registry.view_class(draft.view_name).bytes_held(draft, n_lists, unquantized) if draft.view_name else 0
+
+
+def _turned_sinks(system: System) -> int:
+    """Bytes of a draft model's sinks as they were, and of turning them, where rows are longer than it has positions."""
+    model = system.draft_model
+    if model is None or system.config.max_seq_len <= model.n_positions:
+        return 0
+    numbers = model.n_layers * system.config.batch_size * model.n_kv_heads * model.head_dim * system.draft.n_sink
+    return 6 * 4 * numbers  # in fp32; as held, turned, two halves and what is written
 
 
 def _copied(system: System) -> int:

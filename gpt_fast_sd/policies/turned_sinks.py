@@ -41,7 +41,7 @@ def chunk_step(
 
 
 class TurnedSinksView(StreamingView):
-    """Sinks and a sliding window of a cache that nobody else reads; the sinks stand in it where they are read."""
+    """Sinks and a sliding window of a cache that nobody else reads: before a draft its sinks' keys are written anew."""
 
     def __init__(self, runner: Runner, *, budget: int, n_sink: int, max_new: int) -> None:
         super().__init__(runner, budget=budget, n_sink=n_sink, max_new=max_new)
@@ -88,9 +88,7 @@ class ChunkedPrefill(Prefill):
         """Write the keys and values of tokens int64 [T], on the device, from position start on."""
         view, runner = self.view, self.runner
         window_start = max(view.first_window, start - view.window)
-        if start < view.first_window:  # sinks are among them
-            view.turned[slot] = 0
-        by = view.turned.clone()
+        by = view.turned.clone()  # int64 [B]
         by[slot] = window_start - view.first_window
         view.turn(by)
         pos = torch.arange(start, start + len(tokens), device=runner.device)[None]  # [1, T]

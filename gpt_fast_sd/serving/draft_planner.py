@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
+from operator import mul
 
+from ..config import MAX_GAMMA
 from ..policies.config import DraftConfig
 from .gamma_planner import (
     CLEARLY,
@@ -23,6 +26,7 @@ from .gamma_planner import (
     GammaPlanner,
     Steps,
     StepTimes,
+    over_rows,
     rising,
 )
 
@@ -114,6 +118,7 @@ class DraftPlanner:
         self.ready: tuple[int, ...] = ()  # arms that were timed
         self.arm = 0  # of the round that was chosen last
         self.to_come = 0.0  # tokens of a row that the run may still bring
+        self.limits: Sequence[int] = ()  # see GammaPlanner
         self.slowness = 1.0  # of the machine, beside when steps were timed
         self._before: tuple[int, int] | None = None  # arm and gamma of the round before
         self._same = 0  # rounds since arm or gamma changed
@@ -208,13 +213,9 @@ class DraftPlanner:
 
     def _speeds(self, i: int, n_keys: int, *, hoped: bool = False) -> dict[tuple[int, int], float]:
         """Tokens per row and second of an arm's rounds, by gamma."""
-        rates, tokens, share, speeds = self.rates(i, hoped=hoped), 1.0, 1.0, {}
-        for g in range(1, max(self.tiers) + 1):
-            share *= rates[g - 1]
-            tokens += share
-            if g in self.tiers:
-                speeds[i, g] = tokens / self.of[i].seconds(g, n_keys, tokens)
-        return speeds
+        emitted = over_rows([*accumulate(accumulate(self.rates(i, hoped=hoped), mul, initial=1.0))], self.limits)
+        tiers = [g for g in self.tiers[1:] if g <= max(self.limits, default=g)]
+        return {(i, g): emitted[g] / self.of[i].seconds(g, n_keys, emitted[g]) for g in tiers}
 
     def choose(self, n_keys: int) -> int:
         """Gamma of the next round, whose arm is `arm`."""
@@ -222,7 +223,8 @@ class DraftPlanner:
             self.arm = self._since_plain = 0
             return 0
         self._steady -= 1
-        if self._steady > 0 and self._since_plain + 1 < self._after:
+        may_go_on = self._last[1] <= max(self.limits, default=MAX_GAMMA)
+        if self._steady > 0 and self._since_plain + 1 < self._after and may_go_on:
             self.arm, gamma = self._last
             self._since_plain = self._since_plain + 1 if gamma else 0
             return gamma
@@ -280,7 +282,8 @@ class DraftPlanner:
             if i not in self.ready:
                 known.append(Found(arm.name, 0, None, None, 0))
                 continue
-            (_, gamma), speed = max(self._speeds(i, self._n_keys).items(), key=lambda one: one[1])
+            speeds = self._speeds(i, self._n_keys)
+            (_, gamma), speed = max(speeds.items(), key=lambda one: one[1], default=((i, 0), 0.0))
             seen = self.of[i].shown
             known.append(Found(arm.name, gamma, speed * plain, self.rates(i)[0] if seen else None, self._rounds[i]))
         return sorted(known, key=lambda one: -(one.speed or 0.0))

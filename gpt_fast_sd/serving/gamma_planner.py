@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from statistics import mean
+from statistics import fmean, mean
 
 Measure = Callable[
     [int, int], tuple[float, float]
@@ -94,11 +94,17 @@ class HostTime:
             self.seconds += RATE * (min(seconds, 1.5 * self.seconds) - self.seconds)
 
 
+def over_rows(emitted: list[float], limits: Sequence[int]) -> list[float]:
+    """Tokens of a round of 0, 1, ... drafts, its mean over rows that keep at most so many."""
+    return [fmean(emitted[min(g, n)] for n in limits) for g in range(len(emitted))] if limits else emitted
+
+
 class GammaPlanner:
     """Chooses gamma round by round; a fixed gamma is always chosen."""
 
     arm, ready = 0, (0,)  # there is one
     to_come = 0.0  # tokens of a row that the run may still bring
+    limits: Sequence[int] = ()  # drafts that each row may keep in the next round; (): none keeps fewer than others
 
     def __init__(self, gamma: int | str, tiers: Sequence[int]) -> None:
         self.fixed = None if isinstance(gamma, str) else gamma
@@ -171,14 +177,15 @@ class GammaPlanner:
         """Gamma of the next round; its steps take as long as if each slot read n_keys, see Round.keys_read."""
         if self.fixed is not None:
             return self.fixed
-        emitted = self.emitted()
-        speeds = {g: emitted[g] / self.seconds(g, n_keys, emitted[g]) for g in self.tiers}
+        emitted = over_rows(self.emitted(), self.limits)
+        tiers = [g for g in self.tiers if g <= max(self.limits, default=g)]
+        speeds = {g: emitted[g] / self.seconds(g, n_keys, emitted[g]) for g in tiers}
         best = max(speeds, key=lambda g: speeds[g])
-        if speeds[best] < GAIN * speeds[self._last]:
+        if speeds[best] < GAIN * speeds.get(self._last, 0.0):
             best = self._last
         if best == 0 and self._plain_rounds >= self._probe_after:
-            could = {g: (g + 1) / self.seconds(g, n_keys, g + 1) for g in self.tiers if g}  # if all were accepted
-            if max(could.values()) > speeds[0]:
+            could = {g: (g + 1) / self.seconds(g, n_keys, g + 1) for g in tiers if g}  # if all were accepted
+            if max(could.values(), default=0.0) > speeds[0]:
                 self._forget(PRIOR_WEIGHT / 2)  # so that one accepted draft is enough for more
                 self._probe_after = min(2 * self._probe_after, LAST_PROBE)
                 best = max(could, key=lambda g: speeds[g])  # the one that loses least
@@ -200,7 +207,7 @@ class GammaPlanner:
         at = self.tiers.index(best)
         runs = best and self.verify[best].seen >= TRIED
         beside = self.tiers[at - 1 : at] + self.tiers[at + 1 : at + 2] if runs else ()
-        near = [g for g in beside if g and self.verify[g].seen < TRIED and speeds[g] >= NEARLY * speeds[best]]
+        near = [g for g in beside if g and self.verify[g].seen < TRIED and speeds.get(g, 0) >= NEARLY * speeds[best]]
         return max(near, key=lambda g: speeds[g], default=0)
 
     def record(

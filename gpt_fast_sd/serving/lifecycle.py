@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import overrides
+from torch.utils import _device
 from torch.utils._device import DeviceContext
 
 from ..fast.devices import require_current
@@ -129,10 +130,12 @@ def own_settings() -> Iterator[None]:
 @contextlib.contextmanager
 def _on_no_device(modes: list[Any]) -> Iterator[None]:
     """Meanwhile no default device is set. Another one on top would not do: Dynamo cannot trace below such a mode."""
+    device, _device.CURRENT_DEVICE = _device.CURRENT_DEVICE, None  # Dynamo's guards ask for it, too
     _replace_modes([mode for mode in modes if not isinstance(mode, DeviceContext)])
     try:
         yield
     finally:
+        _device.CURRENT_DEVICE = device
         _replace_modes(modes)
 
 

@@ -16,7 +16,7 @@ import torch
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.tp import Parallel
 
-from ..config import SamplingParams
+from ..config import MAX_GAMMA, SamplingParams
 from ..policies import DraftPolicy, OwnPrefill
 from ..policies.auto import AutoDraft
 from ..policies.config import gamma_tiers
@@ -200,9 +200,13 @@ class Schedule:
             ahead=sum(round_.plan.gamma + 1 for round_ in self.in_flight), number=self.n_rounds + 1,
             follows_a_draft=self._follows_a_draft, drafted_at=self._drafted_at,
         )  # fmt: skip
+        if policy is None:  # also where the row for which a round was chosen has ended since
+            self._chosen = 0
         if self._chosen is None:  # once per round, even if its launch is delayed: a retry of drafting must count once
             self.planner.to_come = mean(request.params.max_tokens - len(request.tokens) for _, request in live)
-            gamma = self.planner.choose(self.rounds.keys_read(plan)) if policy else 0
+            limits = [request.may_keep for _, request in live]
+            self.planner.limits = limits if min(limits) < MAX_GAMMA else ()
+            gamma = self.planner.choose(self.rounds.keys_read(plan))
             if self.planner.fixed is None:  # each process has its own clock
                 gamma, self.planner.arm = divmod(self.parallel.same(gamma * MOST_ARMS + self.planner.arm), MOST_ARMS)
             self._chosen = gamma
@@ -266,8 +270,8 @@ class Schedule:
         self.agreement.note(f"tokens of round {self.n_rounds}", [(e.index, e.tokens, e.accepted) for e in events])
         stats, keys_read = self.stats, self.rounds.keys_read(round_.plan)
         stats.count(gamma, [event.drafted for event in events], [event.accepted for event in events])
-        few = {request.index for _, request in round_.live if request.may_keep < gamma}
-        taken = [event.accepted for event in events if event.index not in few]  # of others it says nothing
+        limited = {request.index for _, request in round_.live if request.may_keep < gamma}
+        taken = [event.accepted for event in events if event.index not in limited]  # what others would have kept?
         stats.row_rounds += len(events)
         stats.decode_tokens += sum(len(event.tokens) for event in events)
         working = time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,11 +47,14 @@ class OfTask:
     tokenizer: Tokenizer
     seed: int
     about: Record
+    made: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by length and seed
 
     def rows(self, n: int, length: int, turn: int = 0, turns: int = 1) -> list[list[int]]:
         def sample(seed: int) -> list[int]:
-            found = self.task.sample(length, lambda text: len(self.tokenizer.encode(text)), seed)
-            return self.tokenizer.encode(found.prompt)
+            if (length, seed) not in self.made:
+                found = self.task.sample(length, lambda text: len(self.tokenizer.encode(text)), seed)
+                self.made[length, seed] = self.tokenizer.encode(found.prompt)
+            return self.made[length, seed]
 
         return [sample(self.seed + turn * n + i) for i in range(n)]
 
@@ -59,7 +63,7 @@ class OfTask:
 
 
 def texts_of(sources: Sequence[Path], tokenizer: Tokenizer, skip: int = 0) -> dict[str, list[int]]:
-    """The tokens of texts by their names, but for the first `skip` of each, no BOS; ValueError if one has no more.
+    """The tokens of texts by their names, but for the first `skip` of each, no BOS; ValueError if none has more.
 
     A file of rows holds as many texts as it has rows with a text.
     """
@@ -74,9 +78,12 @@ def texts_of(sources: Sequence[Path], tokenizer: Tokenizer, skip: int = 0) -> di
             raise ValueError(f"two texts have one name, {min(twice)}: give each once, by a name of its own")
         found |= named
     if skip:
-        if short := [name for name, ids in found.items() if len(ids) <= skip]:
-            raise ValueError(f"{short[0]} has {len(found[short[0]]):,} tokens, and --skip leaves out {skip:,}")
-        found = {name: ids[skip:] for name, ids in found.items()}
+        longest, n = max(map(len, found.values())), len(found)
+        found = {name: ids[skip:] for name, ids in found.items() if len(ids) > skip}
+        if not found:
+            raise ValueError(f"the longest of {n} texts has {longest:,} tokens, and --skip leaves out {skip:,}")
+        if len(found) < n:
+            warnings.warn(f"{n - len(found)} of {n} texts have no more than {skip:,} tokens: left out", stacklevel=3)
     return found
 
 
@@ -87,7 +94,7 @@ def holds_prompts(source: Path, fields: Sequence[str]) -> bool:
     if not holds_rows(source):
         return False
     where, first = next(rows_of(source), (str(source), {}))
-    return bool(fields) or "text" not in first or as_ours(first, where) is first
+    return bool(fields) or not isinstance(first, dict) or "text" not in first or as_ours(first, where) is first
 
 
 def prompts_for(

@@ -101,7 +101,7 @@ def _code(rng: Rng) -> str:
 def _value(kind: str, rng: Rng) -> str:
     if kind == "number":
         return str(rng.integers(10**6, 10**7))
-    return _code(rng) if kind == "code" else f"{rng.choice(ADJECTIVE)}-{rng.choice(NOUN)}"
+    return _code(rng) if kind == "code" else f"{rng.choice(ADJECTIVE)}-{rng.choice(WORDS)}-{rng.choice(NOUN)}"
 
 
 def _hidden(sentences: Sequence[str], facts: Sequence[str], rng: Rng) -> str:
@@ -131,7 +131,7 @@ def _needles(name: str, size: int, essay: str, rng: Rng) -> Sample:
     facts = [fact(key, value) for key, held in wanted.items() for value in held]
     facts += [fact(key, _value(of_value, rng)) for key in keys(beside, wanted)]
     if among == "needles":
-        sentences = [fact(key, _value(of_value, rng)) for key in keys(min(size, 3000), wanted)]
+        sentences = [fact(key, _value(of_value, rng)) for key in keys(size, wanted)]
     elif among == "noise":
         sentences = NOISE.split(". ")[:-1] * size
         sentences = [f"{one}." for one in sentences]

@@ -24,12 +24,12 @@ from measuring.prompts import read_text
 
 Record = dict[str, Any]
 HUB, OURS = "hf:", ("prompt", "tokens", "messages")
-FORMS: tuple[tuple[str, ...], ...] = (  # the fields that are read, in this order; a later form has fewer
-    ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D"),
-    ("context", "input"),
-    ("turns",),
-    ("input",),
-    ("text",),
+FORMS: tuple[tuple[tuple[str, ...], set[str]], ...] = (  # the fields that are read, in this order, and others it has
+    (("context", "question", "choice_A", "choice_B", "choice_C", "choice_D"), set()),
+    (("context", "input"), set()),
+    (("turns",), set()),
+    (("input",), {"outputs"}),
+    (("text",), set()),
 )
 TABLES = (".json", ".jsonl", ".parquet")  # of files that hold rows
 
@@ -69,7 +69,7 @@ def as_ours(row: object, where: str, fields: Sequence[str] = ()) -> Record:
     if not fields and isinstance(row, dict):
         if any(name in row for name in OURS):
             return row
-        fields = next((form for form in FORMS if set(form) <= row.keys()), ())
+        fields = next((read for read, others in FORMS if {*read, *others} <= row.keys()), ())
     names = ", ".join(map(str, row)) if isinstance(row, dict) and row else f"{row!r:.60}"
     if not fields or not isinstance(row, dict):
         said = f"{where} must be a JSON object with exactly one of prompt, tokens and messages, or of a published form"

@@ -127,7 +127,7 @@ class RoundTheText:
 
     def note(self, n: int, length: int) -> str | None:
         if "synthetic" in self.about:
-            return "the tokens are random: text is decoded at another speed, by SPEED-Bench 23 % slower"
+            return "the tokens are random: SPEED-Bench found that such prompts overstate throughput by 23 %"
         return remark_on(len(self.ids), n, length, self.bos)
 
 

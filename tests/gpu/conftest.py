@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from torch._library.custom_ops import OPDEFS
 
 from gpt_fast_sd.fast.devices import TRAITS
@@ -73,11 +74,18 @@ def captures(place: Place) -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """On CUDA a test that takes too long ends the process, with a traceback: nothing else stops a kernel that hangs.
 
-    There is one such timer in a process: this takes the place of pytest's own, which ends it with the test.
+    There is one such timer in a process: this takes the place of pytest's own until the test is over.
     """
     if item.get_closest_marker("gpu") is not None:
-        marker = item.get_closest_marker("seconds")
-        faulthandler.dump_traceback_later(marker.args[0] if marker else SECONDS, exit=True)
+        marker, shown = item.get_closest_marker("seconds"), item.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(marker.args[0] if marker else SECONDS, exit=True, file=shown)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Nothing hangs any more."""
+    if item.get_closest_marker("gpu") is not None:
+        faulthandler.cancel_dump_traceback_later()
 
 
 # ---- what has passed is not run again --------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,17 +208,20 @@ def test_a_draft_model_with_just_enough_positions_is_taken_and_redrafting_takes_
 
 def test_a_draft_model_with_another_tokenizer_is_refused_be_it_in_one_token(tmp_path: Path) -> None:
     bundled = Path(gpt_fast_sd.__file__).parent / "bundled"
-    own = load_tokenizer(bundled, read_config(bundled))
-    check_same_vocabulary(own, bundled)
+    config = read_config(bundled)
+    own = load_tokenizer(bundled, config)
+    check_same_vocabulary(own, config, bundled)
     with pytest.raises(ValueError, match=r"has another tokenizer than the target .*: they must share one"):
-        check_same_vocabulary(ByteTokenizer(), bundled)
+        check_same_vocabulary(ByteTokenizer(), config, bundled)
+    with pytest.raises(ValueError, match="without a tokenizer of each nobody can tell"):
+        check_same_vocabulary(None, replace(config, vocab_size=4100), bundled)
     shutil.copytree(bundled, tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors"))
     pieces = (bundled / "tokenizer.model").read_bytes()
     assert pieces.count(b"\xe2\x96\x81the") > 1 and own
     first = own.encode("the", bos=False)
     (tmp_path / "other" / "tokenizer.model").write_bytes(pieces.replace(b"\xe2\x96\x81the", b"\xe2\x96\x81thq", 1))
     with pytest.raises(ValueError, match=rf"\(token {first[0]} is ' the', not ' thq'\): they must share one"):
-        check_same_vocabulary(own, tmp_path / "other")
+        check_same_vocabulary(own, config, tmp_path / "other")
 
 
 # ---- vocabularies that differ in rows of padding ---------------------------------------------------------------------
