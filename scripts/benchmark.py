@@ -134,15 +134,16 @@ def prepare(args: argparse.Namespace) -> Job:
         if tokenizer is None:
             raise ValueError(f"{args.model} has no tokenizer to read texts with: use --synthetic")
         paths, essay = args.text or [BUNDLED / "document.txt"], BUNDLED / "document.txt"
-        if any(holds_prompts(path, args.fields) for path in paths):
+        if whole := [path for path in paths if holds_prompts(path, args.fields)]:
             if len(paths) > 1 or args.mode in ("budget", "lossless") or args.skip:
-                raise ValueError(f"{paths[0]} holds prompts: it stands alone, in a sweep over size, without --skip")
+                raise ValueError(f"{whole[0]} holds prompts: it stands alone, in a sweep over size, without --skip")
             kept = prompts_for(paths[0], args.fields, tokenizer, essay=essay, seed=args.seed)
         else:
             texts = texts_of(paths, tokenizer, args.skip)
             kept = round_the_texts(texts, tokenizer.bos_id, args.skip)
     if kept is None and args.mode in ("size", "precision"):
-        made = random_text(max(args.batch) * max(args.context), config.vocab_size, args.seed)
+        most = max(args.batch) * max(args.context) * (getattr(args, "sets", None) or 1)
+        made = random_text(most, config.vocab_size, args.seed)
         kept = RoundTheText(made, config.bos_id, {"synthetic": args.seed})
     parallel = join(args)
     if parallel.dp > 1:

@@ -18,6 +18,7 @@ import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
 # isort: split
 import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -26,7 +27,7 @@ from statistics import fmean
 
 from common import parser_of, refusing, started
 from files import check_files
-from flags import FIELDS, names, positive, sizes
+from flags import FIELDS, count, names, positive, sizes
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import Tokenizer, read_config
 from inputs.rows import holds_prompts, texts_of
@@ -45,8 +46,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("files", metavar="SOURCE", type=Path, nargs="*", help="what is read; the last one is written, OUT.jsonl")
     add("--tokens", metavar="S", type=sizes, help="of a stretch of a text, or of a sample of a task at most")
     add("--count", metavar="N", type=positive, help="prompts of a source (default: all; 1 of a task)")
-    add("--skip", metavar="N", type=int, default=0, help="first tokens of each text that are left out (default: 0)")
-    add("--seed", metavar="N", type=int, default=0, help="of a task's first sample (default: 0)")
+    add("--skip", metavar="N", type=count, default=0, help="first tokens of each text that are left out (default: 0)")
+    add("--seed", metavar="N", type=count, default=0, help="of a task's first sample (default: 0)")
     add("--fields", metavar="A,B", type=names, default=[], help=FIELDS)
     add("--model", metavar="M", default="bundled", help="whose tokens are counted (default: bundled)")
     add("--score", metavar="OUT.jsonl", type=Path, help="of batch.py; nothing is made")
@@ -55,8 +56,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise ValueError("a source and a file to write are needed, as in: make_prompts.py ruler:vt prompts.jsonl")
     if args.tokens is not None and len(args.tokens) > 1:
         raise ValueError(f"prompts have one --tokens, got {len(args.tokens)}")
-    if args.skip < 0:
-        raise ValueError(f"--skip must be at least 0, got {args.skip}")
+    if args.tokens and args.tokens[0] < 2:
+        raise ValueError(f"--tokens must be at least 2, got {args.tokens[0]}")
     return args
 
 
@@ -83,16 +84,26 @@ def made(source: Path, args: argparse.Namespace, tokenizer: Tokenizer) -> Iterat
                 yield {"id": f"{name} from {args.skip + start}", "tokens": [*first, *ids[start : start + body]]}
 
 
+def written(one: Record) -> str:
+    """A prompt as a line; ValueError where a column of its row holds what JSON cannot."""
+    try:
+        return json.dumps(one, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{one['id']}: {error}: say with --fields what to read") from None
+
+
 def scores(path: Path) -> dict[str, list[float]]:
     """The share of its answers that each completion of a task holds, whatever their case, by task."""
     found = defaultdict[str, list[float]](list)
     for where, row in lines_of(path):
         of = row.get("id") if isinstance(row, dict) else None
-        if not (
-            isinstance(of, dict) and of.get("task") in TASKS and of.get("answers") and isinstance(row.get("text"), str)
-        ):
-            raise ValueError(f"{where} has no answers of a task in its id, as {PROGRAM} writes it")
-        hits = [answer.lower() in row["text"].lower() for answer in of["answers"]]
+        answers = of.get("answers") if isinstance(of, dict) and of.get("task") in TASKS else None
+        texts = [*answers, row.get("text")] if isinstance(answers, list) and answers else [None]
+        found_texts = [one.lower() for one in texts if isinstance(one, str)]
+        if not isinstance(of, dict) or len(found_texts) < len(texts):
+            raise ValueError(f"{where} has no text, or no answers of a task in its id, as {PROGRAM} writes it")
+        *wanted, text = found_texts
+        hits = [answer in text for answer in wanted]
         # of several answers to one question any will do, of several that are asked for all
         found[of["task"]].append(float(any(hits)) if of["task"] == "qa" else fmean(hits))
     if not found:
@@ -112,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_files({"the output": out}, {"a source": [source for source in sources if source.exists()]})
         folder = locate(args.model)
         tokenizer = reader_of(args.model, folder, read_config(folder))
-        lines = [json.dumps(one) for source in sources for one in islice(made(source, args, tokenizer), args.count)]
+        most = args.count and min(args.count, sys.maxsize)
+        lines = [written(one) for source in sources for one in islice(made(source, args, tokenizer), most)]
         if not lines:
             raise ValueError(f"there is no stretch of {args.tokens[0]:,} tokens")
         write_whole(out, "".join(f"{line}\n" for line in lines))

@@ -96,7 +96,9 @@ def own(record: Record) -> Record:
     found = {key: record[key] for key in PER_PROMPT if key in record}
     if "speculate" in record:
         if not isinstance(record["speculate"], bool) or "max_drafts" in record:
-            raise ValueError(f"speculate must be true or false, without max_drafts, got {record['speculate']!r:.60}")
+            raise ValueError(
+                f"speculate is true or false, and stands without max_drafts; got {record['speculate']!r:.60}"
+            )
         found["max_drafts"] = None if record["speculate"] else 0
     return found
 

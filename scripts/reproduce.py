@@ -39,6 +39,7 @@ from measuring.chips import chip_named, chip_of
 from measuring.forecast import System, budget_of, ranks_for
 from measuring.ledger import Record, complete, read_document
 from measuring.plots import check_drawable, color, draw_panels
+from measuring.points import shown_speedup
 from measuring.roofline import EXPECTED, omega
 from measuring.tables import Column, Table, number, shown
 
@@ -143,7 +144,7 @@ def row(group: Group, cell: Cell, measured: Sequence[Record]) -> Record:
         "note": group.raw.get("note"), "draft": group.raw.get("draft_model") or draft.policy, **cell._asdict(),
         "acceptance": chances[0], "forecast_plain_ms": same.target_seconds * 1e3,
         "forecast": same.ratio if cell.gamma else None, "ours": best.ratio, "ours_gamma": best.gamma,
-        "fits": advice is None, "measured": matching[0]["speedup"]["completion"]["median"] if matching else None,
+        "fits": advice is None, "measured": matching[0]["speed"] if matching else None,
     }  # fmt: skip
 
 
@@ -199,7 +200,12 @@ def measured_in(path: Path) -> list[Record]:
         common = {key: settings[key] for key in ("model", "draft_model", "tp", "kv_dtype")}
         common |= {"chip": chip.name if chip else None}
         points = [one for one in document["points"] if one["status"] == "measured"]
-        return [one | {"of": common | {key: one[key] for key in ("policy", "budget")}} for one in points]
+        found = []
+        for one in points:
+            of = common | {"policy": one["policy"], "budget": one["budget"]}
+            where = {key: one[key] for key in ("batch", "context", "gamma")}
+            found.append(where | {"of": of, "speed": float(shown_speedup(one)["median"])})
+        return found
 
 
 def draw(rows: Sequence[Record], path: Path) -> None:
@@ -260,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows += cells
         if any(not one["fits"] for one in rows):
             print("\n! does not fit into the chips' memory by our plan, which keeps room for graphs and their pools")
-        if args.plot:
+        if args.plot and rows:
             draw(rows, args.plot)
         if args.json:
             save({args.json: json.dumps(rows, indent=1) + "\n"}, PROGRAM)

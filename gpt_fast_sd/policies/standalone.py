@@ -75,7 +75,7 @@ def check_draft_model(config: ModelConfig, target: ModelConfig, max_seq_len: int
     if draft.budget + CHUNK > most:
         raise ValueError(
             f"budget {draft.budget:,} and a chunk of {CHUNK} prompt tokens are over the draft model's {most:,} "
-            f"positions: the budget may be at most {max(0, most - CHUNK):,}"
+            f"positions: {f'the budget may be at most {most - CHUNK:,}' if most > CHUNK else 'they are too few'}"
         )
 
 

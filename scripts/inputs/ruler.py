@@ -13,7 +13,6 @@ RULER's own; what a model has to do is.
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt_fast_sd.model import parse_json
 from measuring.needles import ADJECTIVE, FIRST, LAST, NOUN
 from measuring.prompts import read_text
 
@@ -67,8 +67,14 @@ class Task:
             raise ValueError(f"RULER's tasks are {', '.join(TASKS)}; got {name!r}")
         if name == "qa" and not file:
             raise ValueError("ruler:qa asks about a file of questions: ruler:qa=FILE.json, in SQuAD's form")
-        needs = name == "qa" or NEEDLES.get(name, ("", "", ""))[2] == "essay"
-        return cls(name, read_text(Path(file) if file else essay) if needs else "")
+        if not (name == "qa" or NEEDLES.get(name, ("", "", ""))[2] == "essay"):
+            if file:
+                raise ValueError(f"ruler:{name} reads no file: leave ={file} out")
+            return cls(name)
+        text = read_text(Path(file) if file else essay)
+        if not text.strip():
+            raise ValueError(f"{file or essay} is empty: give it some text")
+        return cls(name, text)
 
     def sample(self, n_tokens: int, count: Callable[[str], int], seed: int) -> Sample:
         """The longest sample of at most n_tokens, as count has them; ValueError if even the shortest has more."""
@@ -81,7 +87,12 @@ class Task:
         while low + 1 < high:
             middle = (low + high) // 2
             low, high = (middle, high) if count(make(middle).prompt) <= n_tokens else (low, middle)
-        return make(low)
+        found = make(low)
+        if (most := count(found.prompt)) < n_tokens / 2:
+            raise ValueError(
+                f"{RULER}{self.name} has no more than {most:,} tokens here, and {n_tokens:,} are asked for"
+            )
+        return found
 
     def _maker(self, seed: int) -> Callable[[int], Sample]:
         """What makes a sample with so much that distracts; the same seed asks the same."""
@@ -174,7 +185,8 @@ def _pairs(n: int, rng: Rng) -> list[str]:
 def _common_words(size: int, rng: Rng) -> Sample:
     words = _pairs(COMMON + size, rng)
     common, others = words[:COMMON], words[COMMON:]
-    often, seldom = (OFTEN, SELDOM) if size > COMMON else (OFTEN // 3, 1)
+    often = min(OFTEN, OFTEN // 3 + max(0, size - COMMON))
+    seldom = max(1, often * SELDOM // OFTEN)
     listed = common * often + others * seldom
     rng.shuffle(listed)
     lines = " ".join(f"{i}. {word}" for i, word in enumerate(listed, start=1))
@@ -204,7 +216,7 @@ def _frequent_words(size: int, rng: Rng) -> Sample:
 def _questions(text: str) -> list[dict[str, Any]]:
     """context, question and answers of a file in SQuAD's form, or of a list of such rows; ValueError for others."""
     try:
-        found = json.loads(text)
+        found = parse_json(text, constants=False)
         if isinstance(found, dict):
             found = [
                 {"context": part["context"], "question": qa["question"], "answers": [a["text"] for a in qa["answers"]]}
@@ -213,7 +225,10 @@ def _questions(text: str) -> list[dict[str, Any]]:
                 for qa in part["qas"]
                 if qa["answers"]
             ]
-        return [{key: row[key] for key in ("context", "question", "answers")} for row in found if row["answers"]]
+        rows = [{key: row[key] for key in ("context", "question", "answers")} for row in found if row["answers"]]
+        if rows:
+            return rows
+        raise ValueError("no question")
     except (ValueError, KeyError, TypeError):
         said = "ruler:qa reads SQuAD's JSON, or a list of objects with context, question and answers"
         raise ValueError(f"{said}; got {text!r:.60}") from None

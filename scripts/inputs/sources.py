@@ -13,7 +13,6 @@ Prompts hold what the fields hold, a blank line between them, and no benchmark's
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -36,7 +35,7 @@ TABLES = (".json", ".jsonl", ".parquet")  # of files that hold rows
 
 def holds_rows(source: str | Path) -> bool:
     """Whether a source holds rows, not a text."""
-    return str(source).startswith(HUB) or Path(source).suffix in TABLES
+    return str(source).startswith(HUB) or Path(source).suffix.lower() in TABLES
 
 
 def rows_of(source: str | Path) -> Iterator[tuple[str, Any]]:
@@ -45,15 +44,8 @@ def rows_of(source: str | Path) -> Iterator[tuple[str, Any]]:
         yield from _of_the_hub(str(source))
         return
     path = Path(source)
-    if path.suffix == ".parquet":
-        found = _of_parquet(path)
-    elif path.suffix == ".json":
-        found = _of_json(path)
-    elif path.suffix == ".jsonl":
-        found = lines_of(path)
-    else:
-        found = iter([(str(path), {"text": read_text(path)})])
-    yield from found
+    kinds = {".parquet": _of_parquet, ".json": _of_json}
+    yield from kinds.get(path.suffix.lower(), lines_of)(path)  # of any other name, too
 
 
 def prompts_of(source: str | Path, fields: Sequence[str] = (), most: int | None = None) -> list[tuple[str, Record]]:
@@ -103,9 +95,8 @@ def _of_json(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         whole = parse_json(text, constants=False)
     except ValueError:
-        first = text.lstrip().partition("\n")[0]
         try:
-            json.loads(first)
+            parse_json(text.lstrip().partition("\n")[0], constants=False)
         except ValueError:
             raise ValueError(f"{path} is neither JSON nor JSON lines") from None
         yield from lines_of(path)
@@ -125,7 +116,7 @@ def _of_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     except ImportError:
         raise ValueError(f'{path} needs the library pyarrow: pip install "gpt_fast_sd[data]"') from None
     if not path.is_file():
-        raise FileNotFoundError(2, "there is no such file", str(path))
+        raise FileNotFoundError(2, "there is no such file" if not path.exists() else "this is no file", str(path))
     try:
         file = parquet.ParquetFile(path)
         batches = file.iter_batches(batch_size=64)

@@ -41,7 +41,7 @@ def test_what_was_measured_stands_beside_and_everything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    speed: dict[str, Any] = {"speedup": {"completion": {"median": 1.77}}, "status": "measured"}
+    speed: dict[str, Any] = {"speedup": {"steady": None, "completion": {"median": 1.77}}, "status": "measured"}
     point = {"batch": 32, "context": 8000, "policy": "standalone", "gamma": 3, "budget": 512} | speed
     (tmp_path / "m.json").write_text(json.dumps({
         "benchmark": "batch", "environment": {"device": "NVIDIA A100-SXM4-80GB"},
