@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch.utils import _device
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import SPLIT, ModelConfig, save_hugging_face
@@ -63,10 +64,13 @@ def test_ids_may_come_in_anything_that_has_them_in_order_and_parameters_once_for
 def unusual_settings() -> Iterator[None]:
     """All that a caller may have set for work of its own."""
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device("cpu")  # whose mode is below that of a block
     try:
         with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
             yield
     finally:
+        assert torch.device("cpu") == _device.CURRENT_DEVICE  # Dynamo's guards ask for it
+        torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
 
 

@@ -59,6 +59,24 @@ def planner(world: World, measure: Measure | None = None, **how: Any) -> GammaPl
     return made
 
 
+def test_rows_that_keep_few_drafts_count_for_what_they_keep_and_no_tier_is_above_them() -> None:
+    world = World(draft=0.1)
+    plan = planner(world)
+    for _ in range(30):
+        plan.record(4, 1000, 0.4, world.target_step(4, 1000), [4] * 8)
+
+    def most() -> int:
+        return max(plan.choose(1000) for _ in range(3))  # a plain round comes now and then
+
+    assert most() >= 4
+    plan.limits = [16, *[0] * 7]  # seven of eight rows would pay for the drafts of one
+    assert most() == 0
+    plan.limits = [1] * 8
+    assert most() <= 1
+    plan.limits = ()
+    assert most() >= 4
+
+
 def tiers(seconds: Callable[[int, int], float], n_keys: int = 1000) -> list[float]:
     return [seconds(gamma, n_keys) for gamma in GAMMA_TIERS]
 

@@ -99,6 +99,16 @@ def test_a_prompt_is_prefilled_and_drafted_from_as_streaming_llm_does(tmp_path: 
     torch.testing.assert_close(found[0][0], wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_sinks_of_several_chunks_are_turned_back_for_a_row_that_is_filled_between_rounds_of_others() -> None:
+    model = tiny_model(tiny_config(max_seq_len=700), seed=3)
+    one, _ = drafting_past(model, {"batch_size": 2}, budget=340, n_sink=300)
+    prompts = [random_ids(n, seed=n) for n in (650, 5, 640)]
+    params = [SamplingParams(max_tokens=n, temperature=0.8, seed=n) for n in (60, 3, 30)]
+    together = one.generate(prompts, params)[2]  # it is filled while the first is decoded
+    alone = one.generate([prompts[2]], params[2])[0]
+    assert (together.tokens, together.stats.accepted) == (alone.tokens, alone.stats.accepted)
+
+
 @pytest.mark.parametrize("kv_dtype", [None, *few(["int8", "bf16"], ["int8"])])
 def test_every_step_of_rounds_with_and_without_a_draft_reads_sinks_just_before_its_window(
     tmp_path: Path, kv_dtype: str | None
