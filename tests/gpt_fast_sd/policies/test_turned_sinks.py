@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import Engine, SamplingParams
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import Transformer, save_hugging_face
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.policies.turned_sinks import TurnedSinksView
-from tests.gpt_fast_sd.policies.drafting import drafting, drafting_now_and_then, tokens_of
+from tests.gpt_fast_sd.policies.drafting import drafting, drafting_now_and_then, entries, tokens_of
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 
 POSITIONS, BUDGET, SINKS, MOST = 320, 40, 4, 1000  # of the draft model; tokens that a row may have
@@ -66,19 +66,19 @@ def streamed(theirs: Any, ids: list[int], blocks: list[Block]) -> Tensor:
         x = body.embed_tokens(torch.tensor(ids[start:stop]))[None]
         keys_at = body.rotary_emb(x, torch.arange(len(seen))[None])
         queries_at = body.rotary_emb(x, inside[None])
-        for layer, entries in zip(body.layers, held, strict=True):
+        for layer, kept in zip(body.layers, held, strict=True):
             attention, normed = layer.self_attn, layer.input_layernorm(x)
             q, k, v = (
                 part(normed)[0].unflatten(-1, (-1, size)).transpose(0, 1)
                 for part in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
-            entries[0, :, start:stop], entries[1, :, start:stop] = k, v
+            kept[0, :, start:stop], kept[1, :, start:stop] = k, v
             q, _ = apply_rotary_pos_emb(q[None], q[None], *queries_at)
-            k, _ = apply_rotary_pos_emb(entries[0, :, seen][None], entries[0, :, seen][None], *keys_at)
+            k, _ = apply_rotary_pos_emb(kept[0, :, seen][None], kept[0, :, seen][None], *keys_at)
             group = q.shape[1] // k.shape[1]
             scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * size**-0.5
             weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-            out = weights @ entries[1, :, seen][None].repeat_interleave(group, 1)
+            out = weights @ kept[1, :, seen][None].repeat_interleave(group, 1)
             x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
     return theirs.lm_head(body.norm(x))[0, -1]
@@ -97,6 +97,26 @@ def test_a_prompt_is_prefilled_and_drafted_from_as_streaming_llm_does(tmp_path: 
     blocks = [*chunks(n - 1), (max(0, n - 2), n, window_start(max(0, n - 2)))]
     wanted = streamed(in_transformers(tmp_path, model), ids, blocks).float()
     torch.testing.assert_close(found[0][0], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_kernels_store_a_prompt_read_through_sinks_and_window_as_the_core_does() -> None:
+    shape = {"vocab_size": 256, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "ffn_dim": 96}
+    body, found = random_ids(700, seed=1), list[list[Tensor]]()
+    for bodies in ("fast", "reference"):
+        models = [
+            tiny_model(tiny_config(**shape, max_seq_len=n), seed=3, dtype=torch.bfloat16) for n in (2000, POSITIONS)
+        ]
+        draft = DraftConfig(policy="standalone", budget=BUDGET, gamma=2, draft_model="given")
+        how: dict[str, Any] = {"dtype": "bf16", "bodies": bodies, "compile": bodies == "fast"}
+        config = EngineConfig(batch_size=2, max_seq_len=MOST, device="cpu", **how)
+        policy: Any = Engine(models[0], config=config, draft=draft, draft_model=models[1]).policy
+        if bodies == "fast" and not policy.bodies.fused:
+            pytest.skip("no C++ compiler builds the kernels here")
+        with torch.inference_mode():
+            policy._prefill.fill(1, body)
+        found.append(entries(policy.runner.cache, 1, len(body)))
+    for fast, core in zip(*found, strict=True):
+        assert (fast.float() - core.float()).norm() < 0.02 * core.float().norm()
 
 
 def test_sinks_of_several_chunks_are_turned_back_for_a_row_that_is_filled_between_rounds_of_others() -> None:
