@@ -96,7 +96,7 @@ class BatchState:
 
         return BatchState(
             seq_len=seq_len, pending=zeros(n), history=zeros(n, history_len), active=zeros(n, dtype=torch.bool),
-            remaining=zeros(n), stop_on_eos=zeros(n, dtype=torch.bool), most_drafts=zeros(n), bodies=bodies,
+            remaining=zeros(n), stop_on_eos=zeros(n, dtype=torch.bool), most_drafts=zeros(n) + MAX_GAMMA, bodies=bodies,
             eos_ids=torch.tensor(list(eos_ids), dtype=torch.int64, device=device), vocabulary=vocabulary,
             vocab_size=vocab_size, table=SamplingTable.empty(n, vocab_size, device),
         )  # fmt: skip

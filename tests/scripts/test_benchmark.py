@@ -14,7 +14,7 @@ import torch
 import benchmark
 from flags import gammas, sizes
 from gpt_fast_sd.serving.stats import EngineStats
-from measuring import chips, modes, points, turns
+from measuring import chips, modes, points, prompts, turns
 from measuring.chips import Chip, Rates
 from measuring.forecast import System
 from measuring.grid import Point, Setting
@@ -214,8 +214,8 @@ def test_several_temperatures_share_prompts_that_are_prefilled_once(sweep: Bench
 
 @pytest.mark.parametrize("flags", ["", "--synthetic", "--sweep precision"])
 def test_a_batch_no_memory_holds_is_refused_before_its_prompts(sweep: Bench, monkeypatch: Patch, flags: str) -> None:
-    monkeypatch.setattr(benchmark.prompts, "round_the_text", None)
-    monkeypatch.setattr(modes, "MOST_RANDOM", 1000)
+    monkeypatch.setattr(prompts, "round_the_text", None)
+    monkeypatch.setattr(prompts, "MOST_RANDOM", 1000)
     assert sweep.code("--batch 1000000000 --context 40", flags) == 2
     out, err = sweep.capsys.readouterr()
     assert "skipped: batch_size 1000000000 x max_seq_len" in out and "nothing could be measured" in err

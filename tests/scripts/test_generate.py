@@ -111,7 +111,7 @@ def test_a_vocabulary_other_than_the_tokenizers_or_the_drafts_is_refused(refuses
     said = refuses("--prompt", "a", "--model", tmp_path)
     assert "4096" in said and "3000" in said
     said = refuses(*NIGHT, "--draft", "standalone", "--draft-model", tmp_path)
-    assert "vocabulary of 3,000" in said and "4,096" in said
+    assert "tokenizer.model has 4096 token ids, but the model only has 3000" in said
 
 
 # ---- who drafts, and how it is shown ---------------------------------------------------------------------------------
