@@ -28,6 +28,7 @@ from statistics import fmean
 from common import parser_of, refusing, started
 from files import check_files
 from flags import FIELDS, count, names, positive, sizes
+from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import Tokenizer, read_config
 from inputs.rows import holds_prompts, texts_of
@@ -35,6 +36,7 @@ from inputs.ruler import RULER, TASKS, Task
 from inputs.sources import Record, lines_of, prompts_of
 from measuring.ledger import write_whole
 from measuring.prompts import reader_of
+from records import checked, naming, own
 
 PROGRAM = "make_prompts.py"
 
@@ -73,7 +75,9 @@ def made(source: Path, args: argparse.Namespace, tokenizer: Tokenizer) -> Iterat
             yield {"id": {"task": task.name, "seed": seed, "answers": sample.answers}, "prompt": sample.prompt}
     elif holds_prompts(source, args.fields):
         for where, record in prompts_of(source, args.fields, args.count):
-            yield {"id": where} | record
+            with naming(where):
+                SamplingParams(**own(record))
+            yield {"id": where} | checked(record, where)
     else:
         if tokens is None:
             raise ValueError(f"{source} holds texts: give --tokens, the length of a stretch")

@@ -45,25 +45,16 @@ class Encoder:
 
     def record(self, record: object, where: str) -> list[int]:
         """The prompt of one JSONL line."""
-        allowed, record = {*OURS, *PER_PROMPT, "speculate", "id"}, as_ours(record, where, self.fields)
-        if len({*OURS} & set(record)) != 1:
-            raise ValueError(f"{where} must be a JSON object with exactly one of prompt, tokens and messages")
-        if unknown := sorted(set(record) - allowed):
-            raise ValueError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(allowed))}")
+        record = checked(as_ours(record, where, self.fields), where)
         if self.before and "tokens" in record:
             raise ValueError(f"{where} has tokens, and --document stands before texts: give a prompt or messages")
         if "tokens" in record:
-            ids = record["tokens"]
-            if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-                raise ValueError(f"{where}: tokens must be a list of whole numbers")
-            return ids
+            return list(record["tokens"])
         if "messages" in record:
             if self.tokenizer is None:
                 raise ValueError(f"{where} has messages, but this model has no tokenizer: give token ids")
             with naming(where):
                 return self.tokenizer.chat(self._behind(record["messages"]), parse_special=self.parse_special)
-        if not isinstance(record["prompt"], str):
-            raise ValueError(f"{where}: prompt must be a text, got {record['prompt']!r}")
         return self.text(record["prompt"], where)
 
     def _behind(self, messages: Any) -> Any:
@@ -76,6 +67,22 @@ class Encoder:
             case [{"role": "system", "content": str(content)} as first, *rest]:
                 return [{**first, "content": self.before + content}, *rest]
         return [{"role": "system", "content": self.before.rstrip("\n")}, *messages]
+
+
+def checked(record: Record, where: str) -> Record:
+    """The record, if a line may hold it, whatever the model; ValueError."""
+    allowed = {*OURS, *PER_PROMPT, "speculate", "id"}
+    if len({*OURS} & set(record)) != 1:
+        raise ValueError(f"{where} must be a JSON object with exactly one of prompt, tokens and messages")
+    if unknown := sorted(set(record) - allowed):
+        known = f"known are {', '.join(sorted(allowed))}; --fields reads what it names and leaves the rest"
+        raise ValueError(f"{where} has the unknown key {unknown[0]!r}; {known}")
+    ids = record.get("tokens", [])
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise ValueError(f"{where}: tokens must be a list of whole numbers")
+    if not isinstance(record.get("prompt", ""), str):
+        raise ValueError(f"{where}: prompt must be a text, got {record['prompt']!r}")
+    return record
 
 
 @contextlib.contextmanager

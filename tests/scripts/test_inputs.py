@@ -254,6 +254,7 @@ def test_what_is_made_is_decoded_by_batch_and_scored(
     (["nowhere.parquet", "OUT"], "nowhere.parquet"),
     ([DOCUMENT, "OUT", "--tokens", "1"], "--tokens must be at least 2, got 1"),
     (["INTS", "OUT"], "must be a JSON object"),
+    (["OTHER", "OUT"], "row 0 has the unknown key 'answer'; known are"),
     (["--score", DOCUMENT], "line 1"),
 ])  # fmt: skip
 def test_wrong_inputs_are_a_sentence_each(
@@ -261,7 +262,8 @@ def test_wrong_inputs_are_a_sentence_each(
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         (tmp_path / "ints.json").write_text("[1, 2]")
-        names = {"OUT": tmp_path / "out.jsonl", "INTS": tmp_path / "ints.json"}
+        (tmp_path / "other.json").write_text('[{"prompt": "a", "answer": "b"}]')
+        names = {"OUT": tmp_path / "out.jsonl", "INTS": tmp_path / "ints.json", "OTHER": tmp_path / "other.json"}
         make_prompts.main([str(names.get(str(one), one)) for one in argv])
     assert stopped.value.code == 2 and said in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
 
