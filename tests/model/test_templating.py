@@ -127,7 +127,8 @@ def test_ctrl_c_does_not_reach_the_process() -> None:
         os.killpg(0, signal.SIGINT)
         print(template.render(say("next")), children() == before)
     """
-    assert run(program).stdout == ">next True\n"
+    done = run(program)
+    assert done.stdout == ">next True\n", done.stderr
 
 
 @on_linux
