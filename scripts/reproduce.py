@@ -221,7 +221,7 @@ def draw(rows: Sequence[Record], path: Path) -> None:
         axes.set_title("each cell at the paper's gamma and acceptance", fontsize=10)
         axes.legend(fontsize=8)
 
-    title = "speed over plain decoding: published, and forecast for us\nnothing of ours is measured"
+    title = "speed over plain decoding: published, and forecast for us\nno point of this picture was measured by us"
     draw_panels([[panel]], path, title=title, xlabel="published", ylabel="forecast")
 
 

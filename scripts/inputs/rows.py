@@ -10,9 +10,10 @@ from typing import Any
 
 from gpt_fast_sd.model import Tokenizer
 from inputs.ruler import RULER, Task
-from inputs.sources import as_ours, holds_rows, prompts_of, rows_of
+from inputs.sources import OURS, as_ours, holds_rows, prompts_of, rows_of
 from measuring.ledger import digest
 from measuring.prompts import RoundTheText, tokens_of
+from records import Encoder
 
 Record = dict[str, Any]
 MOST_ROWS = 2000  # that are read of a file or dataset
@@ -103,14 +104,9 @@ def prompts_for(
     """The prompts of one source that holds some."""
     if str(source).startswith(RULER):
         return OfTask(Task.of(str(source), essay), tokenizer, seed, {"task": str(source), "seed": seed})
-    found = []
-    for where, record in prompts_of(source, fields, MOST_ROWS):
-        if "messages" in record:
-            found.append(tokenizer.chat(record["messages"]))
-        elif isinstance(record.get("prompt"), str):
-            found.append(tokenizer.encode(record["prompt"]))
-        else:
-            raise ValueError(f"{where} has no text: a benchmark reads prompts or messages")
+    rows = prompts_of(source, fields, MOST_ROWS)
+    ours = [(where, {key: record[key] for key in OURS if key in record}) for where, record in rows]
+    found = [Encoder(tokenizer).record(record, where) for where, record in ours]
     ids = [token for one in found for token in one]
     return WholePrompts(found, {"prompts": source.name, "count": len(found), "digest": digest(ids)})
 
