@@ -63,6 +63,14 @@ class OfTask:
         return None
 
 
+def first_rows(source: Path, fields: Sequence[str]) -> list[tuple[str, Record]]:
+    """The rows that are read, see prompts_of; a warning if there are more."""
+    rows = prompts_of(source, fields, MOST_ROWS + 1)
+    if len(rows) > MOST_ROWS:
+        warnings.warn(f"{source} has more than {MOST_ROWS:,} rows: the first {MOST_ROWS:,} are read", stacklevel=4)
+    return rows[:MOST_ROWS]
+
+
 def texts_of(sources: Sequence[Path], tokenizer: Tokenizer, skip: int = 0) -> dict[str, list[int]]:
     """The tokens of texts by their names, but for the first `skip` of each, no BOS; ValueError if none has more.
 
@@ -73,7 +81,7 @@ def texts_of(sources: Sequence[Path], tokenizer: Tokenizer, skip: int = 0) -> di
         if not holds_rows(source):
             named = {source.name: tokens_of(source, tokenizer)}
         else:
-            rows = prompts_of(source, ["text"], MOST_ROWS)
+            rows = first_rows(source, ["text"])
             named = {where: tokenizer.encode(record["prompt"], bos=False) for where, record in rows}
         if twice := found.keys() & named.keys():
             raise ValueError(f"two texts have one name, {min(twice)}: give each once, by a name of its own")
@@ -104,7 +112,7 @@ def prompts_for(
     """The prompts of one source that holds some."""
     if str(source).startswith(RULER):
         return OfTask(Task.of(str(source), essay), tokenizer, seed, {"task": str(source), "seed": seed})
-    rows = prompts_of(source, fields, MOST_ROWS)
+    rows = first_rows(source, fields)
     ours = [(where, {key: record[key] for key in OURS if key in record}) for where, record in rows]
     found = [Encoder(tokenizer).record(record, where) for where, record in ours]
     ids = [token for one in found for token in one]

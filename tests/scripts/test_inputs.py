@@ -193,7 +193,9 @@ def test_whole_prompts_lose_their_middle_and_there_must_be_enough(tmp_path: Path
     assert all(600 < len(row) <= 900 for each in made for row in each)
 
 
-def test_texts_of_a_file_of_rows_are_many_and_lose_their_beginnings(tmp_path: Path) -> None:
+def test_texts_of_a_file_of_rows_are_many_and_lose_their_beginnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = written(tmp_path / "pg19.json", [PG19, PG19 | {"text": "x" * 30}])
     assert not rows.holds_prompts(path, []) and rows.holds_prompts(path, ["url"])
     found = rows.texts_of([path], ByteTokenizer(), skip=10)
@@ -208,6 +210,11 @@ def test_texts_of_a_file_of_rows_are_many_and_lose_their_beginnings(tmp_path: Pa
         assert [*rows.texts_of([path], ByteTokenizer(), skip=25).values()] == [[*b"x" * 5]]
     with pytest.raises(ValueError, match="the longest of 2 texts has 30 tokens, and --skip leaves out 30"):
         rows.texts_of([path], ByteTokenizer(), skip=30)
+    monkeypatch.setattr(rows, "MOST_ROWS", 1)
+    with pytest.warns(UserWarning, match=r"pg19\.json has more than 1 rows: the first 1 are read"):
+        assert len(rows.texts_of([path], ByteTokenizer())) == 1
+    with pytest.warns(UserWarning, match="the first 1 are read"):
+        assert len(rows.prompts_for(path, ["url"], ByteTokenizer(), essay=DOCUMENT, seed=0).found) == 1
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
