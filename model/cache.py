@@ -49,9 +49,11 @@ def as_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     scale = wide.abs().amax(-1).clamp(LEAST, MOST) / 127  # [...]
+    bits = scale.view(torch.int32)  # rounded to fp16 by hand: of .half().float() a compiler keeps neither
+    rounded = ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32)
     # what fp16 has only whole steps for is rounded up: a smaller scale would cut the largest numbers off
-    scale = torch.where(scale < NORMAL, (scale / STEP).ceil() * STEP, scale).half()
-    return (wide / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale
+    scale = torch.where(scale < NORMAL, (scale / STEP).ceil() * STEP, rounded)
+    return (wide / scale[..., None]).round().clamp(-127, 127).to(torch.int8), scale.half()
 
 
 LEAST, MOST = 1e-5, 127 * 65504.0  # largest numbers of a vector whose scale fp16 can hold
