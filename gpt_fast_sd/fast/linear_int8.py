@@ -19,13 +19,24 @@ class Int8Linear(nn.Linear):
     scale: nn.Parameter  # fp32 [O]
     made_from: torch.dtype
 
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
-        """Quantize weight [O, I]; the bias is shared."""
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: nn.Parameter | None,
+        scale: Tensor | None = None,
+        made_from: torch.dtype | None = None,
+    ) -> None:
+        """Quantize weight [O, I]; the bias is shared. scale: of a weight that is quantized already, of that dtype."""
         with torch.device("meta"):
             super().__init__(weight.shape[1], weight.shape[0], bias=False)
-        self.weight, self.scale = (nn.Parameter(x, requires_grad=False) for x in quantize_rows(weight.detach()))
+        held = self.quantized(weight.detach()) if scale is None else (weight, scale)
+        self.weight, self.scale = (nn.Parameter(x, requires_grad=False) for x in held)
         self.register_parameter("bias", bias)
-        self.made_from, self.training = weight.dtype, False
+        self.made_from, self.training = made_from or weight.dtype, False
+
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """See quantize_rows."""
+        return quantize_rows(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]"""
@@ -42,11 +53,11 @@ class Int8Linear(nn.Linear):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         scale = destination.pop(f"{prefix}scale").detach()
-        destination[f"{prefix}weight"] = (self.in_order() * scale[:, None]).to(self.made_from)
+        destination[f"{prefix}weight"] = (self.in_order().float() * scale[:, None]).to(self.made_from)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         name = f"{prefix}weight"
         if name in state_dict and state_dict[name].shape == self.weight.shape:
-            weight, scale = quantize_rows(state_dict[name].to(self.made_from))
+            weight, scale = self.quantized(state_dict[name].to(self.made_from))
             state_dict = {**state_dict, name: self.arranged(weight), f"{prefix}scale": scale}
         super()._load_from_state_dict(state_dict, prefix, *args)

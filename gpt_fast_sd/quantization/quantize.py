@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from gpt_fast_sd.model import Block, FeedForward, Transformer
 
 from ..fast.cpu.packing import FEW_ROWS, PackedFeedForward, PackedLinear
+from ..fast.linear_float8 import float8_from
 from ..steps import Runner
-from .table import by_output, float8_from, precision, precision_of, require_precision
+from .table import by_output, precision, precision_of, require_precision
 
 TAIL = 64  # tokens that a draft reads whole where it reads the upper plane of others
 LEAST_EVENED = 2.0**-6  # size of keys below which none is made: scales of int8 keys are fp16

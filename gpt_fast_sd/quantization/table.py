@@ -23,12 +23,13 @@ from gpt_fast_sd.tp import in_short
 
 from ..fast import BLOCK, ROWS_AT_ONCE, dequantize_blocks, unpack
 from ..fast.cpu.packing import PackedLinear
+from ..fast.linear_float8 import FLOAT8, Float8Linear, product
 from ..fast.linear_int4 import Int4Linear, int4_from
 from ..fast.linear_int8 import Int8Linear
 
 FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
 GROUP = 128  # inputs that share a scale in int4
-BY_TORCHAO = {"Float8Tensor": "float8", "Int4TilePackedTo4dTensor": "int4"}  # kinds of tensors
+BY_TORCHAO = {"Int4TilePackedTo4dTensor": "int4"}  # kinds of tensors
 TOO_MUCH = 0.15  # of a weight, for what it is padded with
 
 
@@ -66,26 +67,19 @@ class Precision:
 
 def int8_of(linear: nn.Linear) -> nn.Linear:
     """The same with int8 weights and a scale for each output, the bias shared; itself where it has them."""
-    if isinstance(linear, Int8Linear):
+    if precision_of(linear) == "int8":
         return linear
     return Int8Linear(plain_weight(linear, "int8"), linear.bias)
 
 
 def float8_of(linear: nn.Linear) -> nn.Linear:
-    """The same with torchao's float8 weights (e4m3), a scale for each output and one for each row that comes.
+    """The same with float8 weights (e4m3), a scale for each output and one for each row that comes, the bias shared.
 
-    ValueError for a size that 16 does not divide.
+    Itself where it has them.
     """
-    return linear if precision_of(linear) == "float8" else _by_torchao(linear, "float8", _float8_config())
-
-
-def float8_from(linear: nn.Linear, numbers: Tensor, scales: Tensor) -> nn.Linear:
-    """The same with weights that are float8 already: numbers [O, I], and what an output's stand for, fp32 [O]."""
-    few = torch.zeros(16, 16, dtype=torch.bfloat16, device=numbers.device)
-    pattern: Any = _quantized(few, "float8", _float8_config())
-    attributes = {**pattern.__tensor_flatten__()[1], "block_size": [1, numbers.shape[1]]}
-    held = {"qdata": numbers, "scale": scales[:, None]}
-    return _holding(linear, type(pattern).__tensor_unflatten__(held, attributes, None, None))
+    if isinstance(linear, Float8Linear):
+        return linear
+    return Float8Linear(plain_weight(linear, "float8"), linear.bias)
 
 
 def int4_in_blocks(linear: nn.Linear) -> nn.Linear:
@@ -108,16 +102,6 @@ def int4_of(linear: nn.Linear) -> nn.Linear:
         set_inductor_config=False,
     )  # fmt: skip
     return linear if precision_of(linear) == "int4" else _by_torchao(linear, "int4", config)
-
-
-def _float8_config() -> object:
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
-    from torchao.quantization.quantize_.common import KernelPreference
-
-    # its own kernels are torch's; by default torchao changes Inductor's settings of the whole process
-    return Float8DynamicActivationFloat8WeightConfig(
-        granularity=PerRow(), kernel_preference=KernelPreference.TORCH, set_inductor_config=False
-    )
 
 
 TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
@@ -176,11 +160,9 @@ def _refusal(device: torch.device) -> str | None:
 
     https://github.com/pytorch/pytorch/issues/192707
     """
-    scale = torch.ones(16, 1, device=device, dtype=torch.float32)
-    one = scale.expand(16, 16).to(torch.float8_e4m3fn)
     try:
-        product = torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
-        product.cpu()  # waits: what fails on a device says so late
+        one = torch.ones(16, 16, device=device)
+        product(one.to(FLOAT8), one.to(FLOAT8), one[0, 0]).cpu()  # waits: what fails on a device says so late
     except (torch.OutOfMemoryError, torch.AcceleratorError):  # no answer, and not to be kept as one
         raise
     except (RuntimeError, ValueError) as error:
@@ -240,8 +222,9 @@ def matrices_of(shape: ModelConfig, ranks: int) -> dict[str, tuple[int, int]]:
 
 def precision_of(linear: nn.Linear) -> str | None:
     """The name of the precision of its weight, or of a kind of tensor that is none of ours; None: not quantized."""
-    if isinstance(linear, (Int8Linear, Int4Linear)):
-        return "int8" if isinstance(linear, Int8Linear) else "int4"
+    for name, kind in (("float8", Float8Linear), ("int8", Int8Linear), ("int4", Int4Linear)):
+        if isinstance(linear, kind):
+            return name
     held = type(linear.weight.data)
     return BY_TORCHAO.get(held.__name__, held.__name__) if held.__module__.startswith("torchao.") else None
 
@@ -253,12 +236,10 @@ def by_output(linear: nn.Linear) -> tuple[Tensor, Tensor] | None:
     """
     name, weight = precision_of(linear), linear.weight.data
     if isinstance(linear, Int8Linear):
-        return None if type(linear) is not Int8Linear else (weight, linear.scale.data[:, None])
+        return (weight, linear.scale.data[:, None]) if type(linear) in (Int8Linear, Float8Linear) else None
     if type(linear) is Int4Linear:
         alone = linear.held._replace(power=torch.ones_like(linear.scale))
         return dequantize_blocks(alone, torch.float32), linear.scale.data[:, None]
-    if name == "float8":
-        return weight.qdata, weight.scale  # type: ignore[attr-defined]
     return None if name or isinstance(linear, PackedLinear) else (weight, weight)
 
 
@@ -286,7 +267,7 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 # the tensors inside torchao's, and the dimension along which they hold outputs
-OUTPUTS_ALONG = {"qdata": 0, "scale": 0, "scale_and_zero": 1}
+OUTPUTS_ALONG = {"qdata": 0, "scale_and_zero": 1}
 
 
 def _by_torchao(linear: nn.Linear, name: str, config: object) -> nn.Linear:

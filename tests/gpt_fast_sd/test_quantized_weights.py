@@ -127,25 +127,23 @@ def test_layers_of_a_target_are_quantized_and_say_nearly_the_same(name: str, lea
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", OF_CUDA)
-def test_some_rows_at_a_time_are_quantized_as_all_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_rows_at_a_time_are_quantized_as_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = model_of().layers[0].attention.wqkv  # type: ignore[union-attr]
     assert isinstance(linear, nn.Linear)
-    whole = TABLE[name]["cpu"].of(linear).weight.data
+    whole = TABLE["int4"]["cpu"].of(linear).weight.data
     monkeypatch.setattr(precisions, "ROWS_AT_ONCE", 80)  # the last part is shorter
-    parts = TABLE[name]["cpu"].of(linear).weight.data
+    parts = TABLE["int4"]["cpu"].of(linear).weight.data
     assert type(parts) is type(whole) and parts.shape == linear.weight.shape
     (names, attributes), (_, expected) = parts.__tensor_flatten__(), whole.__tensor_flatten__()  # type: ignore[attr-defined]
     assert attributes == expected
     for each in names:
         got, want = getattr(parts, each), getattr(whole, each)
         assert got.shape == want.shape and got.dtype == want.dtype
-        # int4 stops improving when the mean error of what it looks at no longer falls
-        assert name == "int4" or got.float().equal(want.float())
+    # no bits: it stops improving when the mean error of what it looks at no longer falls
     x = torch.eye(128, dtype=torch.bfloat16)
     weights = [nn.functional.linear(x, w).t().float() for w in (parts, whole)]
     errors = [(w - linear.weight.float()).norm() / linear.weight.float().norm() for w in weights]
-    assert errors[0] < 1.05 * errors[1] and errors[1] < (0.12 if name == "int4" else 0.03)
+    assert errors[0] < 1.05 * errors[1] and errors[1] < 0.12
 
 
 @pytest.mark.usefixtures("as_on_cuda")

@@ -14,6 +14,7 @@ from ..cpu.build import constant_where_traced
 from .choice import triton_serves
 
 MOST = 127  # the largest magnitude: -128 is not used, so that what is quantized is symmetric
+LARGEST = {torch.int8: MOST, torch.float8_e4m3fn: 448.0}
 LEAST = 1e-30  # the smallest "largest value" of a row, below which all of it is 0
 EXACT = 1024  # products of two int8 whose sum fp32 holds exactly
 ROWS_AT_ONCE = 1024  # of a weight, which are quantized in fp32
@@ -24,14 +25,24 @@ ROWS_AT_ONCE = 1024  # of a weight, which are quantized in fp32
 MOST_TILED = 256
 
 
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[O, I] -> int8 [O, I] and fp32 [O]: their product is as near as one scale for each row comes, ties to even."""
-    rows, scale = torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight), dtype=torch.float32)
+def quantize_rows(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """[O, I] -> int8 [O, I] and fp32 [O]: their product is as near as one scale for each row comes, ties to even.
+
+    dtype: e4m3 in place of int8.
+    """
+    rows, scale = torch.empty_like(weight, dtype=dtype), weight.new_empty(len(weight), dtype=torch.float32)
     for begin in range(0, len(weight), ROWS_AT_ONCE):
-        rows[begin : begin + ROWS_AT_ONCE], scale[begin : begin + ROWS_AT_ONCE] = _quantized(
-            weight[begin : begin + ROWS_AT_ONCE]
-        )
+        some = slice(begin, begin + ROWS_AT_ONCE)
+        rows[some], scale[some] = scaled(weight[some], dtype)
     return rows, scale
+
+
+def scaled(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same for rows [..., I], all at once: [..., I] and fp32 [...]."""
+    wide = rows.float()
+    scale = wide.abs().amax(-1).clamp(min=LEAST) / LARGEST[dtype]
+    numbers = wide * scale.reciprocal()[..., None]
+    return (numbers if dtype.is_floating_point else numbers.round()).to(dtype), scale
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -91,9 +102,3 @@ def _sums(plane: Tensor, weight: Tensor) -> Tensor:
 def has_vnni() -> bool:
     """Whether this CPU multiplies bytes exactly."""
     return bool(torch.cpu._is_vnni_supported())
-
-
-def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    wide = rows.float()
-    scale = wide.abs().amax(-1).clamp(min=LEAST) / MOST
-    return (wide * scale.reciprocal()[:, None]).round().to(torch.int8), scale

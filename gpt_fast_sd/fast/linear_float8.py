@@ -1,0 +1,55 @@
+"""A Linear with float8 weights: half the bytes of bf16 to read, and products with rows that become float8, too.
+
+Shapes: M rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .linear_int8 import Int8Linear
+from .ops.int8 import quantize_rows, scaled
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def product(x: Tensor, weight: Tensor, one: Tensor) -> Tensor:
+    """e4m3 x [M, I] times e4m3 weight [O, I] -> bf16 [M, O], which 448 * 448 * I does not exceed; one: 1 in fp32.
+
+    Without scales of rows and of outputs, which the caller multiplies: with them torch takes a kernel of its own, that
+    reads the weights of a layer of Llama-3.1-8B for 16 rows in 101 us, where the library's takes 69 (on an H200).
+    """
+    out: Tensor = torch._scaled_mm(
+        x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=x.is_cuda
+    )
+    return out
+
+
+class Float8Linear(Int8Linear):
+    """float8 weights (e4m3) with one scale for each output, and rows of activations with a scale for each."""
+
+    one: Tensor
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, *of_quantized: Any) -> None:
+        super().__init__(weight, bias, *of_quantized)
+        # kept: to make it would be a launch
+        self.register_buffer("one", torch.ones((), dtype=torch.float32, device=weight.device), persistent=False)
+
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """See quantize_rows."""
+        return quantize_rows(weight, FLOAT8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        rows, own = scaled(x.reshape(-1, x.shape[-1]), FLOAT8)  # [M, I], [M]
+        out = product(rows, self.weight, self.one) * (own[:, None] * self.scale)
+        out = out if self.bias is None else out + self.bias.float()
+        return out.to(x.dtype).view(*x.shape[:-1], len(self.weight))
+
+
+def float8_from(linear: nn.Linear, numbers: Tensor, scales: Tensor) -> Float8Linear:
+    """The same with weights that are float8 already: numbers [O, I], and what an output's stand for, fp32 [O]."""
+    return Float8Linear(numbers, linear.bias, scales, linear.weight.dtype)
