@@ -7,9 +7,9 @@ much of the cache is in view, nor on T while the R rows fit one tile of 16 or 32
 larger tile is laid out differently, sums in another order and may differ in the last bits.
 
 Attention mass is a by-product: the exps that each block of keys got from each row, relative to the maximum at that
-moment, are stored and become weights when the row's log-sum-exp is known. That is R * (1 + page / BLOCK_N) fp32 per
-page, written and read, besides 2 * page * H entries of keys and values: for R = 24, H = 128, bf16 and pages of 16
-keys, 240 bytes besides 8192, 2.9 %; for pages of 32 keys, 1.8 %.
+moment, are stored and become weights when the row's log-sum-exp is known. That is R sums per page, which fp16 holds
+where queries have 16 bits, and R * page / BLOCK_N maxima in fp32, written and read, besides 2 * page * H entries of
+keys and values: for R = 24, H = 128, bf16 and pages of 16 keys, 72 bytes besides 8192, 0.9 % each way.
 
 A cache may hold entries of a byte (FORMAT, see triton_common): they are widened in registers to the dtype of the
 queries, which is exact, and what an int8 stands for stays outside the products: the scale of a key belongs to its
@@ -46,7 +46,9 @@ from .common import (
 )
 from ...config import PAGES
 
-MERGED = 8  # splits that the merge reads at once
+# Timed on an H200, 16 rows of 57,856 bf16 entries: eight splits at once by four warps took twice as long.
+MERGED, MERGE_WARPS = 16, 2  # splits that the merge reads at once
+MASS_UNITS, MASS_ROWS = 64, 16  # sums, and rows of them, that a program adds up at once
 
 
 class Config(NamedTuple):
@@ -62,8 +64,10 @@ class Config(NamedTuple):
 # (family, bytes of an entry, padded head dim) -> keys of a block, {rows of a tile: (warps, stages, blocks per SM)}. The
 # keys of a block must not depend on the rows of a tile: the order of sums follows from them.
 #
-# Estimated, not timed on a chip. A thread block has stages - 1 blocks of keys and of values in flight from memory while
-# it computes: 64 keys of 128 bf16 are 16 KiB, keys and values 32 KiB. By Little's law an SM needs 36 KB in flight for
+# Estimated; for bf16 heads of 128 timed as well (an H200, 16 rows of 57,856 entries, 1, 6 and 9 queries), beside 15
+# others (32, 64 and 128 keys, 4 and 8 warps, 2 to 4 stages): none is faster by more than 1 %. A thread block has
+# stages - 1 blocks of keys and of values in flight from memory while it computes: 64 keys of 128 bf16 are 16 KiB, keys
+# and values 32 KiB. By Little's law an SM needs 36 KB in flight for
 # 4.8 TB/s (H200: 132 SMs, 1 us), 19 KB for 2 TB/s (A100: 108 SMs). The aim is two thread blocks per SM, one to compute
 # while the other waits at a barrier; shared memory then allows 113 KiB each on Hopper, 81 on Ampere. 64 rows of 128
 # dims take 112, and with mass half a KiB more, through which the sums of pages are stored: a whole KiB would be exactly
@@ -361,13 +365,15 @@ def _attend(
     n_splits = triton.cdiv(n_keys, split)
     unit = 0 if page is None else min(page, block_n)
 
-    def fp32(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=q.device)
+    def fp32(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
 
     part, lse = fp32(n_splits, n_bk, n_rows, head_dim), fp32(n_splits, n_bk, n_rows)
     sums = maxima = mass = None
     if page is not None:
-        sums, maxima = (fp32(n_bk, n_splits * split // size, n_rows) for size in (unit, block_n))
+        narrow = torch.float32 if q.dtype == torch.float32 else torch.float16
+        sums = fp32(n_bk, n_splits * split // unit, n_rows, dtype=narrow)
+        maxima = fp32(n_bk, n_splits * split // block_n, n_rows)
         row_lse, mass = fp32(n_bk, n_rows), fp32(n_batch, n_kv, n_keys // page)
     split_kernel[triton.cdiv(n_rows, block_r), n_bk, n_splits](
         q, *layer.operands, pos, part, lse, sums, maxima, n_tokens, n_keys, split,
@@ -378,12 +384,13 @@ def _attend(
     out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
     merge_kernel[n_rows, n_bk](
         part, lse, pos, out, row_lse, n_tokens, n_keys, split, *pos.stride(),
-        K=n_kv, G=group, H=head_dim, BLOCK_H=block_h, BLOCK_S=MERGED, num_warps=4,
+        K=n_kv, G=group, H=head_dim, BLOCK_H=block_h, BLOCK_S=MERGED, num_warps=MERGE_WARPS,
     )  # fmt: skip
     if page is not None:
-        block_p = max(1, 64 * unit // page)
+        block_p = max(1, MASS_UNITS * unit // page)
         mass_kernel[triton.cdiv(n_keys // page, block_p), n_bk](
             sums, maxima, row_lse, pos, mass, n_tokens, n_keys, n_splits * split // unit, *pos.stride(),
-            K=n_kv, G=group, PAGE=page, UNIT=unit, BLOCK_N=block_n, BLOCK_P=block_p, BLOCK_R=32, num_warps=4,
+            K=n_kv, G=group, PAGE=page, UNIT=unit, BLOCK_N=block_n, BLOCK_P=block_p, BLOCK_R=MASS_ROWS,
+            num_warps=4,
         )  # fmt: skip
     return out.transpose(1, 2), mass
