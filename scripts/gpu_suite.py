@@ -72,13 +72,18 @@ def results_of(ledger: Ledger) -> dict[str, Record]:
     return {record["stage"]: record["result"] for record in ledger.records if record["status"] == DONE}
 
 
-def tests(name: str, seconds: int, about: str) -> Stage:
-    """The tests of tests/gpu/test_NAME.py: on CUDA those marked so, in a dry run the same ones, small."""
+def tests(name: str, seconds: int, about: str, processes: int = 1) -> Stage:
+    """The tests of tests/gpu/test_NAME.py: on CUDA those marked so, in a dry run the same ones, small.
+
+    processes: that share them, since most of their time is one core's, which compiles.
+    """
 
     def run(setup: Setup) -> Record:
         file, found = f"tests/gpu/test_{name}.py", setup.out.resolve() / "tests.json"
         tree = {"tree": tree_of(), "device": setup.device_name}
         options = ["-s", "-q", "-p", "no:cacheprovider", "-m", "gpu" if setup.on_cuda else "not gpu"]
+        at_once = min(processes, (os.cpu_count() or 1) // 2)
+        options += ["-n", str(at_once)] if at_once > 1 and importlib.util.find_spec("xdist") else []
         how = ["--outcomes", str(found), "--outcomes-on", json.dumps(tree)]
         code = subprocess.run([sys.executable, "-m", "pytest", *options, *how, file], cwd=ROOT, check=False).returncode
         every = json.loads(found.read_text(encoding="utf-8"))["tests"] if found.exists() else {}
@@ -130,13 +135,13 @@ STAGES = {
         timings("decode-57344", 40, "dense attention of the headline cell", contexts=(57344,), widths=(1, 6, 9)),
         Stage("machine", 30, "what runs, and measured bandwidth and matrix rate", machine),
         # a kernel that is wrong has no speed
-        tests("kernels", 240, "attention against fp64, selection against plain Python, filters against a sort"),
+        tests("kernels", 240, "attention against fp64, selection against plain Python, filters against a sort", 8),
         *(cell("cell", context, ARMS[arm]) for context, arm in HEADLINES),
-        tests("rounds", 400, "captured rounds beside others, each token; no host wait in a round, and no idle row"),
+        tests("rounds", 400, "captured rounds beside others, each token; no host wait in a round, no idle row", 8),
         timings("decode", 120, "dense attention beside torch's", contexts=(4096, CONTEXT, 100_000), widths=(1, 6)),
         timings("formats", 90, "attention by what the cache holds", contexts=(CONTEXT,), widths=(1, 5), budgets=(1024,),
                 chunk=2048, by_format=True),
-        tests("weights", 60, "products with quantized weights against fp64"),
+        tests("weights", 60, "products with quantized weights against fp64", 8),
         timings("linears", 90, "products by the precision of their weights", timed_linears),
         timings("sparse", 45, "sparse attention by budget", contexts=(CONTEXT,),
                 budgets=(128, 256, 512, 1024, 2048, 4096)),

@@ -100,20 +100,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Let outcomes be kept where they are asked for."""
     if file := config.getoption("--outcomes", None):
-        config.pluginmanager.register(Outcomes(Path(file), json.loads(config.getoption("--outcomes-on"))))
+        on = json.loads(config.getoption("--outcomes-on"))
+        config.pluginmanager.register(Outcomes(Path(file), on, getattr(config, "workerinput", None)))
 
 
 class Outcomes:
     """Leaves out what has passed, and has each outcome on the disk as soon as it is known.
 
-    A test that ends its process, or with which the process is ended, is there as one that did not end.
+    A test that ends its process, or with which the process is ended, is there as one that did not end. Of several
+    processes (pytest -n) the first alone writes, and tells the others what had passed before any of them began.
     """
 
-    def __init__(self, path: Path, on: Any) -> None:
-        """on: what must not have changed since a test has passed."""
-        self.path, self.on = path, on
-        old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    def __init__(self, path: Path, on: Any, told: dict[str, Any] | None = None) -> None:
+        """on: what must not have changed since a test has passed; told: what another process says, if it writes."""
+        self.path, self.on, self.writes = path, on, told is None
+        old = json.loads(path.read_text(encoding="utf-8")) if self.writes and path.exists() else {}
         self.tests: dict[str, dict[str, Any]] = old["tests"] if old.get("on") == on else {}
+        before = {test: one["outcome"] for test, one in self.tests.items()}
+        self.before: dict[str, str] = before if told is None else told["before"]
 
     def note(self, test: str, outcome: str, said: str = "", seen: object = ()) -> None:
         """What a test came to, on the disk when this returns."""
@@ -122,22 +126,37 @@ class Outcomes:
         partial.write_text(json.dumps({"on": self.on, "tests": self.tests}, indent=1) + "\n", encoding="utf-8")
         partial.replace(self.path)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Another process is about to begin: it may be one that takes the place of one that ended."""
+        node.workerinput["before"] = self.before
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """All processes collect the same."""
+        self.expect(ids)
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Of what the markers have left: those that have failed before come last, those that have passed do not."""
-        passed = [item for item in items if self.tests.get(item.nodeid, {}).get("outcome") == "passed"]
+        passed = [item for item in items if self.before.get(item.nodeid) == "passed"]
         config.hook.pytest_deselected(items=passed)
         items[:] = [item for item in items if item not in passed]
-        items.sort(key=lambda item: item.nodeid in self.tests)
-        for item in items:
-            self.tests.setdefault(item.nodeid, {"outcome": "not run", "said": "", "seen": ()})
+        items.sort(key=lambda item: item.nodeid in self.before)
+        self.expect([item.nodeid for item in items])
+
+    def expect(self, tests: list[str]) -> None:
+        """Tests that will be run, unless something ends first."""
+        for test in tests:
+            self.tests.setdefault(test, {"outcome": "not run", "said": "", "seen": ()})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """A test begins."""
-        self.note(nodeid, "did not end")
+        if self.writes:
+            self.note(nodeid, "did not end")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test has run, or was skipped or failed before or after."""
-        if report.when == "call" or not report.passed:
+        if self.writes and (report.when == "call" or not report.passed):
             said = "" if report.passed else report.longreprtext[-2000:]
             self.note(report.nodeid, report.outcome, said, [text for _, text in report.user_properties])
