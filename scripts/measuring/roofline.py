@@ -13,8 +13,8 @@ one counts (Williams et al. 2009, "Roofline"; for speculation MagicDec, arXiv 24
 Where only some layers attend to everything the others count for a window, where a layer has experts those that are
 read by the tokens of all rows, and where the cache lies behind a link plain decoding and verification wait for that.
 
-Three sets of rates and fixed costs: the ideal, what good public kernels reach, and what is expected of ours. None of
-them was measured with this code on a chip.
+Three sets of rates and fixed costs: the ideal, what good public kernels reach, and what is expected of ours, by what
+one H200 took for steps of 16 rows (benchmarks/h200).
 
 Shapes: B batch rows, T tokens of each in this step, L layers, D width, F feed-forward width, N query heads, K kv heads,
         H head dim, V vocabulary, gamma tokens drafted per round, alpha the chance that a draft is accepted.
@@ -22,6 +22,7 @@ Shapes: B batch rows, T tokens of each in this step, L layers, D width, F feed-f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,7 +55,12 @@ class Efficiency:
     step_seconds: float = 0.0  # sampling, judging, launching
     judge_seconds: float = 0.0  # judging, commit and selection of a round
     split: int = 0  # keys per program of flash-decoding, whose sums are written and read again; 0: not counted
+    mass_cost: float = 1.0  # of a byte of the mass of pages, in bytes of keys: what sums and scatters it takes longer
+    overlap: float = (
+        math.inf
+    )  # p, where bytes of b seconds and sums of f take (b ** p + f ** p) ** (1 / p) in attention
     narrow: Mapping[str, float] = field(default_factory=dict, hash=False)  # see PUBLISHED; of others: 1.0
+    narrow_peak: Mapping[str, float] = field(default_factory=dict, hash=False)  # share of the peak; of others as any
 
 
 IDEAL = Efficiency()
@@ -69,16 +75,18 @@ PRACTICAL = Efficiency(
     linear_bandwidth=0.85, linear_peak=0.70, attention_bandwidth=0.80, attention_peak=0.45,
     layer_seconds=6e-6, step_seconds=60e-6, narrow=PUBLISHED,
 )  # fmt: skip
-# What is expected of the kernels as they are compiled; each figure is an estimate:
-# - four thin products per layer, the shortest of 7 us: 0.75 to 0.80 of the bandwidth;
-# - flash-decoding that passes its weights through shared memory every 64 keys: 0.68 to 0.76, where others reach 0.80 to
-#   0.88 with memory copied by descriptors; and the partial results of its splits are written and read;
-# - an attention that reads little waits for its list before its keys, and for its merge: 10 us besides its bytes;
-# - each kernel in a graph 1.5 to 2.5 us of gap and small work (norms, rope, SwiGLU);
-# - judging: logits of every drafted token in fp32 written and read, 12 to 19 small kernels, one that selects.
+# What is expected of ours: the kernels of steps that one H200 ran, Llama-3.1-8B in bf16, 15 or 16 rows of 57,344 (a
+# profile of each; the steps themselves: benchmarks/h200). Other chips may be farther from their data sheets.
+# - products of bf16 take 4.03 ms, of float8 2.31 and what makes rows float8 0.5, of int8 some 3.9 (its kernel alone);
+#   torch's int4 does 29 TFLOP/s, so that 16 rows take 4.4 times as long as one, which reaches 2.2 TB/s;
+# - dense attention of one query reads 4.57 TB/s; of 6 and 9 it takes 6 and 7 % longer, with mass another 9 %;
+# - 356 and 420 kernels of a step take 0.5 to 0.9 ms beside products and the bytes of attention;
+# - judging takes 0.08 ms, selecting for 32 layers 0.27.
+MEASURED = {"int8": 0.51, "float8": 0.72, "int4": 0.6}
 EXPECTED = Efficiency(
-    linear_bandwidth=0.78, linear_peak=0.60, attention_bandwidth=0.72, attention_peak=0.40, kernel_seconds=2e-6,
-    attention_seconds=10e-6, judge_seconds=0.27e-3, split=2048, narrow=PUBLISHED,
+    linear_bandwidth=0.78, linear_peak=0.60, attention_bandwidth=0.95, attention_peak=0.45, kernel_seconds=1e-6,
+    attention_seconds=10e-6, judge_seconds=0.35e-3, split=2048, mass_cost=3.5, overlap=2.0, narrow=MEASURED,
+    narrow_peak={"int4": 0.03},
 )  # fmt: skip
 
 # Kernels that a step launches. Besides its attention a layer has nine: the products wqkv, wo, w_in and w_out, two
@@ -188,7 +196,8 @@ def step_seconds(
     mass_page: keys of a page whose attention mass is summed, too, or 0. attention: see kernels.
     """
     cost, e = step_cost(config, batch, n_tokens, context, under), under.efficiency
-    handed_on = merged_bytes(config, batch, n_tokens, context, e.split, mass_page) / under.tp if e.split else 0.0
+    size = config, batch, n_tokens, context
+    handed_on = (merged_bytes(*size, e.split) + e.mass_cost * mass_bytes(*size, mass_page)) / under.tp if e.split else 0
     whole = bool(mass_page) or attention == "dense"
     linear, attend = _seconds(cost, chip, under, handed_on, link=under.kv_link if whole else None)
     gaps = kernels(config, "mass" if mass_page else attention, under.more_kernels) * e.kernel_seconds
@@ -212,28 +221,25 @@ def _seconds(
     """
     e = under.efficiency
     rate = chip.bandwidth * e.linear_bandwidth * e.narrow.get(str(under.precision), 1.0)
-    linear = max(cost.weight_bytes / rate, cost.linear_flops / (chip.peak * e.linear_peak))
-    attention = max(
-        (cost.kv_bytes + handed_on) / (chip.bandwidth * e.attention_bandwidth),
-        cost.attention_flops / (chip.peak * e.attention_peak),
-        cost.kv_bytes / link if link else 0.0,
-    )
-    return linear, attention
+    peak = chip.peak * e.narrow_peak.get(str(under.precision), e.linear_peak)
+    linear = max(cost.weight_bytes / rate, cost.linear_flops / peak)
+    reading = (cost.kv_bytes + handed_on) / (chip.bandwidth * e.attention_bandwidth)
+    adding = cost.attention_flops / (chip.peak * e.attention_peak)
+    longest = max(reading, adding)
+    both = longest if math.isinf(e.overlap) else (reading**e.overlap + adding**e.overlap) ** (1 / e.overlap)
+    return linear, max(both, cost.kv_bytes / link if link else 0.0)
 
 
-def merged_bytes(
-    config: ModelConfig, batch: int, n_tokens: int, context: float, split: int, mass_page: int = 0, block: int = 64
-) -> float:
-    """Bytes that flash-decoding writes and reads again besides keys and values: partial results for the merge.
-
-    A split passes on an fp32 row and its sum per query. With the mass of pages also, per query, the sum of every page
-    and the maximum of every block of keys.
-    """
+def merged_bytes(config: ModelConfig, batch: int, n_tokens: int, context: float, split: int) -> float:
+    """Bytes of partial results that flash-decoding writes and reads again: of a split an fp32 row and sum per query."""
     queries = config.n_layers * config.n_heads * n_tokens * batch
-    numbers = (config.head_dim + 1) * context / split
-    if mass_page:
-        numbers += context / min(mass_page, block) + context / block
-    return 2 * 4 * queries * numbers
+    return 2 * 4 * queries * (config.head_dim + 1) * context / split
+
+
+def mass_bytes(config: ModelConfig, batch: int, n_tokens: int, context: float, page: int, block: int = 64) -> float:
+    """The same of the mass of pages: per query an fp16 sum of every page, an fp32 maximum of every block of keys."""
+    queries = config.n_layers * config.n_heads * n_tokens * batch
+    return 2 * queries * (2 * context / min(page, block) + 4 * context / block) if page else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

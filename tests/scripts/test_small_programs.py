@@ -260,8 +260,8 @@ def test_a_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: Printed) ->
 @pytest.mark.parametrize(
     ("given", "more", "settings", "said"),
     [
-        ("", "--quantize int4 --draft-quantize int4", {"quantize": "int4", "draft_quantize": "int4"},
-         "weights int4, KV cache bf16, drafts' weights int4, on"),
+        ("", "--quantize float8 --draft-quantize float8", {"quantize": "float8", "draft_quantize": "float8"},
+         "weights float8, KV cache bf16, drafts' weights float8, on"),
         ("--kv-dtype int8", "--draft-kv-bits 4", {"kv_dtype": "int8", "draft_kv_bits": 4},
          "KV cache int8, of which drafts read 4 bits a number, on"),
     ],

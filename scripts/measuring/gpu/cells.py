@@ -90,7 +90,7 @@ def predict(chip: Chip, cell: Cell, arm: Arm, gamma: int, efficiency: Efficiency
 
 
 def planned(chip: Chip, cell: Cell, arm: Arm) -> Forecast:
-    return best_gamma(lambda gamma: predict(chip, cell, arm, gamma, PRACTICAL), range(1, MOST_DRAFTED + 1))
+    return best_gamma(lambda gamma: predict(chip, cell, arm, gamma, EXPECTED), range(1, MOST_DRAFTED + 1))
 
 
 class Bench:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -335,7 +336,7 @@ def test_the_readme_of_benchmarks_holds_what_the_cost_model_gives_now() -> None:
         elif row[0].startswith("replay:"):
             arm, cell = row[0].split(", ")[1].split()[0], row[0].split(", ")[2]
             assert row[3:5] == [f"{one.ratio:.2f}x" for one in forecasts(cell, int(cell.split("x")[1]), arm)[:2]]
-        elif row[0][:1].isdigit():
+        elif re.match(r"\d+x", row[0]):
             cell, arm = row[0].rstrip("*"), "None" if "bf16" in row[1] else row[1]
             batch, context = map(int, cell.split("x"))
             fits = batch == 1 or cell_for(context, chip.memory, PRECISIONS[arm]).batch >= batch
