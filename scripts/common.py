@@ -8,7 +8,9 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +20,7 @@ from tqdm import tqdm
 
 from gpt_fast_sd.tp import Parallel
 
+ROOT = Path(__file__).resolve().parent.parent
 LONG_PREFILL = 1000  # tokens; a longer prefill is announced by a line where there is no terminal
 PATIENCE = 10.0  # seconds within which torchrun ends the other processes after a refusal; each rank waits one more
 
@@ -176,7 +179,9 @@ def started(main: Callable[[], int | None], interrupted: str = "") -> NoReturn:
         if getattr(sys, name) is None:  # closed by whoever started the program
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  for good
     out = sys.stdout = Stdout(sys.stdout)
+    standard: Any = warnings.formatwarning
     code: Any = 0
+    warnings.formatwarning = partial(_warned, standard=standard)
     try:
         code = main()
     except KeyboardInterrupt:
@@ -185,8 +190,18 @@ def started(main: Callable[[], int | None], interrupted: str = "") -> NoReturn:
             print(interrupted, file=sys.stderr)
     except SystemExit as stopped:
         code = stopped.code
+    finally:
+        warnings.formatwarning = standard
     out.flush()
     raise SystemExit(code or code_of(out.lost))
+
+
+def _warned(message: Warning | str, category: type[Warning], file: str, *rest: Any, standard: Any) -> str:
+    """A warning of ours as one line without its place in the source; others as ever."""
+    if category is UserWarning and ROOT in Path(file).resolve().parents and "site-packages" not in file:
+        return f"warning: {message}\n"
+    text: str = standard(message, category, file, *rest)
+    return text
 
 
 def refuse(error: Exception, program: str, *, code: int = 2) -> NoReturn:

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,19 @@ def test_generation_ends_where_nobody_reads_and_nothing_else_is_written(monkeypa
         with pytest.raises(SystemExit) as stopped:
             generate.main(flags)
     assert stopped.value.code == 141
+
+
+def test_a_warning_of_ours_is_one_line_and_others_name_their_place(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        for text, kind, file in ("few rows", UserWarning, common.__file__), ("old", DeprecationWarning, "x.py"):
+            print(warnings.formatwarning(text, kind, file, 7, ""), end="")
+        return 0
+
+    before = warnings.formatwarning
+    with pytest.raises(SystemExit):
+        common.started(main)
+    assert capsys.readouterr().out == "warning: few rows\nx.py:7: DeprecationWarning: old\n"
+    assert warnings.formatwarning is before
 
 
 @pytest.mark.parametrize("closed", few([">&-", "2>&-", "<&- >&- 2>&-"], ["<&- >&- 2>&-"]))
