@@ -104,7 +104,7 @@ def plan_for(system: System) -> MemoryPlan:
         return MemoryPlan.of(system)
     have, precisions = free_memory(system.device), [system.draft.quantize]
     if system.draft.quantize is None and system.ranks == 1:  # the ranks of a model must have the same arms
-        precisions += filter(partial(_may_draft, system), ("int4", "int8"))
+        precisions += copies(system)
     while True:  # without the copies that do not fit
         draft = AutoConfig.of(system.draft, precisions)
         for arm in draft.arms:
@@ -113,6 +113,21 @@ def plan_for(system: System) -> MemoryPlan:
         if len(precisions) == 1 or have is None or (plan.draft_weights if system.held else plan.total) <= have:
             return plan
         precisions.pop()
+
+
+FEW_ROWS = (
+    8  # for 16 torch's int4 products take twice as long as bf16's, for one half as long: an H200, benchmarks/h200
+)
+
+
+def copies(system: System) -> list[str]:
+    """Precisions of the target's weights in copies that may pay, those that take more memory last.
+
+    On CUDA int4 for few rows, and float8 where it runs: there int8 reads a weight no faster than bf16.
+    """
+    of_8_bits = next(filter(partial(_may_draft, system), ("float8", "int8")), None)
+    of_4_bits = "int4" if system.device.type != "cuda" or system.config.batch_size <= FEW_ROWS else None
+    return [name for name in (of_4_bits, of_8_bits) if name and _may_draft(system, name)]
 
 
 def _may_draft(system: System, precision: str) -> bool:

@@ -78,7 +78,7 @@ KNOWLEDGE: dict[str, tuple[float, float, str | None, float]] = {
     "streaming": (0.95, 0.8, None, 0.0),
     "guided": (0.97, 0.85, "streaming", 0.3),
 }
-SHARES = {"int8": (0.99, 0.6), "float8": (0.99, 0.6), "int4": (0.97, 0.4)}  # of acceptance, and of a step's seconds
+SHARES = {"int8": (0.99, 0.6), "float8": (0.99, 0.75), "int4": (0.97, 0.4)}  # of acceptance, and of a step's seconds
 SOONER = 0.7  # share of its least time that a step is hoped to take until it is timed
 
 

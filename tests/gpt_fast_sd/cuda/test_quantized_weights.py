@@ -14,6 +14,9 @@ import torch
 import torch._inductor.config as inductor
 from torch import nn
 
+from gpt_fast_sd import DraftConfig, EngineConfig
+from gpt_fast_sd.loading.fit import copies
+from gpt_fast_sd.loading.system import System
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.quantization import table
 from gpt_fast_sd.quantization.quantize import draft_copy, quantize
@@ -135,6 +138,19 @@ def test_a_gpu_whose_library_has_no_product_of_float8_rows_is_refused_at_the_doo
     with gpu((12, 0)), mock.patch.object(torch.cuda, "synchronize"), refusing, pytest.raises(ValueError, match=said):
         table._refusal = lambda device: asked(torch.device("cpu"))  # type: ignore[assignment]  # gpu() puts it back
         require_precision("float8", CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "batch", "expected"),
+    [((9, 0), 8, ["int4", "float8"]), ((9, 0), 9, ["float8"]), ((8, 0), 1, ["int4", "int8"])],
+)
+def test_auto_tries_copies_that_an_h200_found_faster(
+    capability: tuple[int, int], batch: int, expected: list[str]
+) -> None:
+    config, draft = EngineConfig(batch_size=batch, max_seq_len=300), DraftConfig()
+    with gpu(capability):
+        found = copies(System(config=config, draft=draft, model=LLAMA_8B, dtype=torch.bfloat16, device=CUDA))
+    assert found == expected
 
 
 LLAMA_8B = ModelConfig(
