@@ -178,10 +178,10 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
 
     seed and position broadcast: [B, 1] and [B, T] -> [B, T].
     Counter-based, so a row's randomness depends on nothing but its own seed and place in the text. Four rounds of a
-    32-bit finalizer (Ellis's lowbias32 constants) over the words of the key; 24 bits of it become the number. Two seeds
-    share all their numbers with probability 2**-32.
+    32-bit finalizer (Ellis's lowbias32 constants) over the words of the key, two of them after the last; 24 bits of it
+    become the number. Two seeds share all their numbers with probability 2**-32.
     """
-    words = (seed & _MASK32, (seed >> 32) & _MASK32, position & _MASK32, stream)
+    words = (seed & _MASK32, (seed >> 32 ^ stream * 0x9E3779B9) & _MASK32, position & _MASK32, 0)
     h = torch.full_like(seed, 0x9E3779B9)
     for word in words:
         h = _mix32(h ^ word)

@@ -25,7 +25,7 @@ from gpt_fast_sd.quantization.quantize import quantize
 from gpt_fast_sd.round import decode_step
 from gpt_fast_sd.steps import Runner, Step, size_carrier, varying
 from tests.gpt_fast_sd.fast.references import as_on_cuda
-from tests.helpers import ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import Patch, ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 SLOTS, CAPACITY = 2, 600
 CPU = torch.device("cpu")
@@ -136,9 +136,7 @@ class TwoResults(torch.nn.Module):
 
 
 @pytest.mark.parametrize("what", ["a bias", "a weight", "two results", "a weight of nobody", "a layer's weight"])
-def test_norms_that_are_not_one_another_are_taken_for_what_they_are(
-    what: str, traced: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_norms_that_are_not_the_same_are_taken_for_what_they_are(what: str, traced: Parts, monkeypatch: Patch) -> None:
     """Of layers and behind them: what only one has, or what others read, was that of the first layer in each."""
     model = tiny_model(tiny_config(n_layers=3))
     size, shared = model.config.dim, torch.rand(model.config.dim)
@@ -170,7 +168,7 @@ def test_norms_that_are_not_one_another_are_taken_for_what_they_are(
         check_equal(name, model)
 
 
-def test_engines_of_few_and_many_layers_compile_as_many_nodes(traced: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_few_and_many_layers_compile_as_many_nodes(traced: Parts, monkeypatch: Patch) -> None:
     """What compiling takes, without a clock: it was minutes for 32 layers, and is as long as for two."""
     monkeypatch.setattr(gpt_fast_sd.loading.prepare, "can_compile", lambda device: True)
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
@@ -214,7 +212,7 @@ def test_a_step_serves_one_model_after_another_and_weights_that_take_the_place_o
         torch.testing.assert_close(step(model, *args)[0], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_steps_are_warmed_up_with_the_most_drafts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_warmed_up_with_the_most_drafts_first(monkeypatch: Patch) -> None:
     """What serves several widths is built for the first that it meets."""
     one, seen = tiny_engine(DraftConfig(policy="streaming", budget=24)), list[int]()
     ahead(monkeypatch, one.schedule.rounds, "feed", lambda tokens, n_keys: seen.append(tokens.shape[1]))
@@ -222,7 +220,7 @@ def test_steps_are_warmed_up_with_the_most_drafts_first(monkeypatch: pytest.Monk
     assert seen[0] == max(seen) == 9
 
 
-def test_an_engine_that_is_gone_leaves_nothing_behind(traced: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_gone_leaves_nothing_behind(traced: Parts, monkeypatch: Patch) -> None:
     monkeypatch.setattr(gpt_fast_sd.loading.prepare, "can_compile", lambda device: True)
     one = tiny_engine(DraftConfig(policy="streaming", budget=24, gamma=2), compile=True)
     one.generate([[1, 2, 3]], SamplingParams(max_tokens=4))

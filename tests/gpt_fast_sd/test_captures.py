@@ -22,7 +22,7 @@ from measuring import turns
 from tests.drafts import draft_of
 from tests.gpt_fast_sd.policies.drafting import tokens_of
 from tests.gpuless.pools import Cuda
-from tests.helpers import Noting, ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import Noting, Patch, ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 PROMPTS = [random_ids(n, seed=n) for n in (100, 1, 300)]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -40,13 +40,13 @@ def tokens(one: Engine, params: SamplingParams = PARAMS) -> list[list[int]]:
     return tokens_of(one.generate(PROMPTS, params))
 
 
-def by_its_clock(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, slow: float = 0.0) -> None:
+def by_its_clock(cuda: Cuda, monkeypatch: Patch, slow: float = 0.0) -> None:
     """A round takes the device 10 ms, the host itself no time, and a capture so long."""
     cuda.work, cuda.slow = 0.01, slow
     monkeypatch.setattr(time, "perf_counter", lambda: cuda.clock)
 
 
-def after(monkeypatch: pytest.MonkeyPatch, cuda: Cuda, seconds: float, owner: Any, name: str) -> None:
+def after(monkeypatch: Patch, cuda: Cuda, seconds: float, owner: Any, name: str) -> None:
     """Let the clock go on by so much ahead of each call of a method."""
     ahead(monkeypatch, owner, name, lambda *_, **how: setattr(cuda, "clock", cuda.clock + seconds))
 
@@ -86,7 +86,7 @@ def test_a_capture_makes_no_handle_and_collects_no_garbage_and_leaves_the_collec
 
 @pytest.mark.parametrize("policy", few(["streaming", "guided", "snapkv", "hierarchy"], ["snapkv"]))
 @pytest.mark.usefixtures("traced")
-def test_a_captured_plan_compiles_nothing_that_a_warm_up_has_not(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_plan_compiles_nothing_that_a_warm_up_has_not(policy: str, monkeypatch: Patch) -> None:
     """Dynamo's work in a capture would be a failure, not a delay: compiled rounds, as on CUDA, over each view."""
     monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cuda"], captures=False))
     one = engine(policy, compile=True, max_seq_len=1500)
@@ -115,9 +115,7 @@ def test_a_captured_plan_compiles_nothing_that_a_warm_up_has_not(policy: str, mo
 
 
 @pytest.mark.parametrize("consumer", [0.0, 0.005, 0.02])
-def test_a_consumer_that_works_between_rounds_makes_no_tokens_faster(
-    consumer: float, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_between_rounds_makes_no_tokens_faster(consumer: float, cuda: Cuda, monkeypatch: Patch) -> None:
     """The device goes on meanwhile: 10 ms of its clock are 10 ms, however long anybody prints."""
     one = engine()
     tokens(one, dataclasses.replace(PARAMS, max_tokens=40))  # all that has to be captured is
@@ -131,7 +129,7 @@ def test_a_consumer_that_works_between_rounds_makes_no_tokens_faster(
     assert time_split(stats) == {"rounds on the device": "100%", "host": "0%"}  # and no parts that nobody timed
 
 
-def test_a_slow_host_is_charged_where_the_device_waits_for_it(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_host_is_charged_where_the_device_waits_for_it(cuda: Cuda, monkeypatch: Patch) -> None:
     one = engine()
     tokens(one)
     by_its_clock(cuda, monkeypatch)
@@ -141,9 +139,7 @@ def test_a_slow_host_is_charged_where_the_device_waits_for_it(cuda: Cuda, monkey
     assert one.stats.decode_seconds >= one.stats.rounds * 0.03
 
 
-def test_the_planner_learns_what_the_device_took_and_nothing_of_captures(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_planner_learns_what_the_device_took_and_nothing_of_captures(cuda: Cuda, monkeypatch: Patch) -> None:
     one, learned = engine(gamma="auto"), list[float | None]()
     one.warm_up()
     monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: 1)
@@ -155,7 +151,7 @@ def test_the_planner_learns_what_the_device_took_and_nothing_of_captures(
     assert None in learned and len(known) > 5 and known == pytest.approx([0.01] * len(known))
 
 
-def test_a_capture_of_a_refresh_alone_is_time_of_no_round(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_of_a_refresh_alone_is_time_of_no_round(cuda: Cuda, monkeypatch: Patch) -> None:
     """A row outgrows the budget of a selection while its rounds have their graphs: the refresh alone is captured."""
     one, learned = engine("snapkv", gamma=1), list[float | None]()
     one.warm_up()
@@ -168,9 +164,7 @@ def test_a_capture_of_a_refresh_alone_is_time_of_no_round(cuda: Cuda, monkeypatc
 
 
 @pytest.mark.parametrize(("behind", "seconds"), [(0, 0.014), (1, 0.010)])
-def test_a_host_that_the_device_waits_for_counts_beside_it(
-    behind: int, seconds: float, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_is_waited_for_counts_too(behind: int, seconds: float, cuda: Cuda, monkeypatch: Patch) -> None:
     """A round with none in flight before and behind it is as long as both, else as long as the longer one."""
     one = engine("off")
     tokens(one)
@@ -181,7 +175,7 @@ def test_a_host_that_the_device_waits_for_counts_beside_it(
     assert one.stats.decode_seconds == pytest.approx(one.stats.rounds * seconds, abs=0.005) and one.stats.rounds == 20
 
 
-def test_a_first_round_of_a_kind_teaches_nothing(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_round_of_a_kind_teaches_nothing(cuda: Cuda, monkeypatch: Patch) -> None:
     """It may build what its sampling needs; the next one is captured, those behind it are as all others."""
     one, usual = engine(), list[bool]()
     launch = one.schedule.rounds.launch
@@ -196,7 +190,7 @@ def test_a_first_round_of_a_kind_teaches_nothing(cuda: Cuda, monkeypatch: pytest
     assert usual[:2] == [False, False] and all(usual[2:]) and len(usual) > 3
 
 
-def test_the_time_of_captures_is_in_no_speed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_captures_is_in_no_speed(cuda: Cuda, monkeypatch: Patch) -> None:
     """10 ms a round of three rows and more tokens, though each capture takes a quarter of an hour."""
     one = engine()
     by_its_clock(cuda, monkeypatch, slow=1000.0)
@@ -211,7 +205,7 @@ class ReadsTheHost(Exception):
     """What a part raises that needs a value in a capture."""
 
 
-def unlucky(error: Exception, cuda: Cuda, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+def unlucky(error: Exception, cuda: Cuda, monkeypatch: Patch, times: int) -> list[int]:
     """Captures end with the error so many times; what is returned counts them."""
     left = [times]
 
@@ -225,9 +219,7 @@ def unlucky(error: Exception, cuda: Cuda, monkeypatch: pytest.MonkeyPatch, times
 
 
 @pytest.mark.parametrize("error", [ReadsTheHost("a value"), RuntimeError("operation not permitted"), NOT_PERMITTED])
-def test_a_round_that_cannot_be_captured_runs_as_it_is_and_says_so_once(
-    error: Exception, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_captured_runs_and_says_so_once(error: Exception, cuda: Cuda, monkeypatch: Patch) -> None:
     one, other = engine(), engine()
     expected = tokens(one)
     left = unlucky(error, cuda, monkeypatch, 1000)
@@ -241,9 +233,7 @@ def test_a_round_that_cannot_be_captured_runs_as_it_is_and_says_so_once(
 
 
 @pytest.mark.parametrize("policy", ["streaming", "snapkv"])
-def test_parts_that_cannot_be_captured_are_tried_twice_each_and_never_again(
-    policy: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_that_cannot_be_captured_are_tried_twice_and_no_more(policy: str, cuda: Cuda, monkeypatch: Patch) -> None:
     one = engine(policy)
     one.warm_up()
     left = unlucky(ReadsTheHost("a value was read"), cuda, monkeypatch, 1000)
@@ -255,7 +245,7 @@ def test_parts_that_cannot_be_captured_are_tried_twice_each_and_never_again(
     assert 1000 - left[0] == 2 * len(keys)
 
 
-def test_a_capture_that_failed_once_is_tried_again(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_failed_once_is_tried_again(cuda: Cuda, monkeypatch: Patch) -> None:
     one = engine()
     expected = tokens(one)
     one.schedule.rounds.forget()
@@ -276,7 +266,7 @@ LATE.__context__ = NO_MEMORY
     [(NO_MEMORY, True), (torch.AcceleratorError("CUDA error: lost"), True), (LATE, True), (ReadsTheHost("one"), False)],
 )
 def test_what_the_device_raises_in_a_capture_is_raised_and_all_that_one_of_several_ranks_does(
-    error: Exception, alone: bool, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+    error: Exception, alone: bool, cuda: Cuda, monkeypatch: Patch
 ) -> None:
     one = engine()
     one.warm_up()

@@ -23,7 +23,7 @@ import torch
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading.machine import free_memory, require_current, require_kernels, sensible_threads
 from gpt_fast_sd.tp import Group, start, take_device
-from tests.helpers import tiny_engine
+from tests.helpers import Patch, Printed, tiny_engine
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 ROOT, GIB = Path(__file__).resolve().parents[2], 1 << 30
@@ -43,7 +43,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def gpu(
-    monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H100", capability: tuple[int, int] = (9, 0), *, n: int = 1
+    monkeypatch: Patch, name: str = "NVIDIA H100", capability: tuple[int, int] = (9, 0), *, n: int = 1
 ) -> list[int]:
     """A machine with n such GPUs, as torch would report them -> the list of the devices made current."""
     current: list[int] = [0]
@@ -62,13 +62,13 @@ def gpu(
     return current
 
 
-Machine = Callable[[pytest.MonkeyPatch, Path], Any]
+Machine = Callable[[Patch, Path], Any]
 
 
 def no_gpu(says: str, *, built: str | None = "13.0", visible: str | None = None) -> Machine:
     """torch, built for such a CUDA, sees no device and says so when it initializes."""
 
-    def machine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def machine(monkeypatch: Patch, folder: Path) -> None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -79,7 +79,7 @@ def no_gpu(says: str, *, built: str | None = "13.0", visible: str | None = None)
     return machine
 
 
-def triton_before_its_first_launch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def triton_before_its_first_launch(monkeypatch: Patch, folder: Path) -> None:
     """Triton has built nothing yet; its libcuda is an empty file, which is as much as a linker looks for."""
     driver = pytest.importorskip("triton").runtime.driver
     nvidia = importlib.import_module("triton.backends.nvidia.driver")
@@ -96,7 +96,7 @@ def triton_before_its_first_launch(monkeypatch: pytest.MonkeyPatch, folder: Path
 # ---- the machines: each makes torch and Triton answer as they would there --------------------------------------------
 
 
-def an_amd(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def an_amd(monkeypatch: Patch, folder: Path) -> None:
     gpu(monkeypatch, "AMD Instinct MI300X", (9, 4))
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
@@ -105,7 +105,7 @@ def an_amd(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 def before_its_first_launch(change: Machine) -> Machine:
     """A GPU for which Triton has built nothing yet, and what is missing."""
 
-    def machine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def machine(monkeypatch: Patch, folder: Path) -> None:
         gpu(monkeypatch)
         triton_before_its_first_launch(monkeypatch, folder)
         change(monkeypatch, folder)
@@ -113,7 +113,7 @@ def before_its_first_launch(change: Machine) -> Machine:
     return machine
 
 
-def no_libcuda(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def no_libcuda(monkeypatch: Patch, folder: Path) -> None:
     monkeypatch.delenv("TRITON_LIBCUDA_PATH")
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(subprocess, "check_output", lambda *args, **kwargs: b"")
@@ -170,7 +170,7 @@ MACHINES: dict[str, tuple[Machine, str]] = {
     ("machine", "sentence"), [pytest.param(*each, id=name, marks=needs_triton) for name, each in MACHINES.items()]
 )
 def test_what_a_machine_lacks_is_said_in_one_sentence_before_weights_are_read(
-    machine: Machine, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    machine: Machine, sentence: str, monkeypatch: Patch, tmp_path: Path, capfd: Printed
 ) -> None:
     monkeypatch.setattr(Group, "load", raising(AssertionError("weights were read before the refusal")))
     machine(monkeypatch, tmp_path)
@@ -205,7 +205,7 @@ print("built", len(list(Path(sys.argv[1], "cache").rglob("cuda_utils*"))))
 
 @needs_triton
 @pytest.mark.skipif(subprocess.run("gcc --version", shell=True, capture_output=True).returncode != 0, reason="no gcc")
-def test_what_triton_launches_with_is_built_where_it_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_triton_launches_with_is_built_where_it_can_be(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
     program = [sys.executable, "-c", BUILDS, str(tmp_path)]
@@ -214,7 +214,7 @@ def test_what_triton_launches_with_is_built_where_it_can_be(monkeypatch: pytest.
 
 
 @needs_triton
-def test_a_kernel_s_own_launcher_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_kernel_s_own_launcher_needs_a_compiler(monkeypatch: Patch, tmp_path: Path) -> None:
     """Triton 3.6 finds what it built before in its cache, and meets the missing compiler at the first new kernel."""
     from tests.gpuless.driver import stand_in
 
@@ -239,7 +239,7 @@ def test_a_kernel_s_own_launcher_needs_a_compiler(monkeypatch: pytest.MonkeyPatc
      (a_hidden_gpu, None)],  # who hides GPUs is not told that they are there
 )  # fmt: skip
 def test_auto_says_once_why_a_gpu_that_is_there_is_not_used(
-    machine: Machine, why: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    machine: Machine, why: str | None, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     machine(monkeypatch, tmp_path)
     driver, answer = tmp_path / "nvidia0", torch.cuda.is_available
@@ -263,7 +263,7 @@ def test_auto_says_once_why_a_gpu_that_is_there_is_not_used(
         assert all(re.search(expected, str(each.message)) for each in said)
 
 
-def test_processes_of_a_machine_take_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_machine_take_a_device_each(monkeypatch: Patch) -> None:
     current = gpu(monkeypatch, n=2)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert take_device("auto") == CUDA and current == [0]
@@ -276,7 +276,7 @@ def test_processes_of_a_machine_take_a_device_each(monkeypatch: pytest.MonkeyPat
 
 
 @needs_triton
-def test_a_gpu_with_all_that_kernels_need_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_with_all_that_kernels_need_is_taken(monkeypatch: Patch) -> None:
     """If it is the current device: a model on another one is refused."""
     from tests.gpuless.driver import stand_in
 
@@ -290,7 +290,7 @@ def test_a_gpu_with_all_that_kernels_need_is_taken(monkeypatch: pytest.MonkeyPat
     require_current(CUDA)
 
 
-def test_an_engine_is_not_called_while_another_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_not_called_while_another_device_is_current(monkeypatch: Patch) -> None:
     current = gpu(monkeypatch, n=2)
     engine = tiny_engine(DraftConfig(policy="lookup", gamma=2))
     monkeypatch.setattr(engine._access, "device", torch.device("cuda", 1))
@@ -305,7 +305,7 @@ def test_an_engine_is_not_called_while_another_device_is_current(monkeypatch: py
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_that_torch_has_kept_is_given_back_before_it_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_torch_has_kept_is_given_back_before_it_is_counted(monkeypatch: Patch) -> None:
     gpu(monkeypatch)
     kept = [10 << 30]
     monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
@@ -315,7 +315,7 @@ def test_memory_that_torch_has_kept_is_given_back_before_it_is_counted(monkeypat
 
 
 @pytest.fixture
-def told_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[dict[str, str]], None]:
+def told_by(monkeypatch: Patch, tmp_path: Path) -> Callable[[dict[str, str]], None]:
     """A machine of 16 GiB and 8 physical cores whose kernel tells the process this, by file."""
     monkeypatch.setattr("gpt_fast_sd.loading.machine.PROC", tmp_path / "proc")
     monkeypatch.setattr("gpt_fast_sd.loading.machine.CGROUPS", tmp_path / "cgroup")
@@ -388,7 +388,7 @@ def test_memory_of_others_and_what_is_held_untouched_both_count(
     ],
 )  # fmt: skip
 def test_threads_are_no_more_than_the_cores_that_a_process_has(
-    files: dict[str, str], cores: int, expected: int, told_by: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    files: dict[str, str], cores: int, expected: int, told_by: Callable[..., None], monkeypatch: Patch
 ) -> None:
     told_by(files)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)

@@ -18,7 +18,7 @@ from gpt_fast_sd import round as rounds_of
 from gpt_fast_sd.fast import cpu_attention_fits
 from gpt_fast_sd.model import FORMATS, ModelConfig
 from tests.drafts import POLICIES, draft_of
-from tests.helpers import ahead, few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
+from tests.helpers import Patch, ahead, few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
 
 NAMES = [name for name in POLICIES if " over " not in name]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -144,9 +144,7 @@ def compiled_bits_are_the_same(name: str, dtype: str, config: ModelConfig, **cha
 
 
 @pytest.mark.parametrize("name", few(["streaming", "guided"], ["guided"]))
-def test_the_kernels_bits_are_the_same_in_traced_steps(
-    name: str, traced: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_traced_steps_are_bit_identical(name: str, traced: list[torch.fx.GraphModule], monkeypatch: Patch) -> None:
     """What compiled steps run, but for the code generator: attention by the CPU kernel where there is one."""
     monkeypatch.setattr("gpt_fast_sd.fast.choose.fuses", lambda *_: False)  # in one call nothing is traced
     compiled_bits_are_the_same(name, "bf16", WIDE)
@@ -174,9 +172,7 @@ def test_compiled_steps_are_bit_identical(name: str, config: ModelConfig, dtype:
 @pytest.mark.parametrize(
     ("dtype", "config"), [("fp32", PACKED), ("bf16", tiny_config()), ("bf16", replace(PACKED, ffn_dim=200))]
 )
-def test_what_a_library_sums_runs_on_one_thread(
-    dtype: str, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_library_sums_runs_on_one_thread(dtype: str, config: ModelConfig, monkeypatch: Patch) -> None:
     """Weights of another dtype, heads that no kernel serves, and a width that the products' blocks do not divide."""
     on = set[int]()
     ahead(monkeypatch, rounds_of, "decode_step", lambda *_: on.add(torch.get_num_threads()))

@@ -32,7 +32,7 @@ from gpt_fast_sd.tp import Parallel
 from measuring.replay import Replay
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, tokens_of
 from tests.gpuless.pools import RULES, Cuda, Event, Graph
-from tests.helpers import ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import Patch, ahead, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -137,9 +137,7 @@ def test_an_engine_that_is_dropped_leaves_no_graph(cuda: Cuda) -> None:
     assert gone() is None and not cuda.graphs  # at once, by counting references
 
 
-def test_no_more_steps_are_held_in_graphs_than_the_bound(
-    cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_hold_no_more_steps_than_the_bound(cuda: Cuda, expected: list[list[int]], monkeypatch: Patch) -> None:
     """They are freed together: one freed alone would take memory that the others need."""
     one, held, steps = engine(gamma="auto"), list[int](), list[int]()
     one.schedule.rounds.most_steps = 6
@@ -168,7 +166,7 @@ def test_the_graphs_that_are_held_are_those_that_were_planned_for(cuda: Cuda) ->
 
 
 @ONE_RULE
-def test_a_result_is_waited_for_where_its_round_is_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_is_waited_for_where_its_round_is_replayed(cuda: Cuda, monkeypatch: Patch) -> None:
     """Rounds are captured on a stream of the engine's pool, and replayed on the current one, where events stand."""
     one, seen = engine(), list[tuple[str, int]]()
     tokens(one)
@@ -279,7 +277,7 @@ def test_a_closed_engine_holds_no_graph_and_refuses_calls_in_one_sentence(cuda: 
 
 
 @ONE_RULE
-def test_a_pool_is_closed_even_where_letting_rounds_go_fails(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_is_closed_even_where_letting_rounds_go_fails(cuda: Cuda, monkeypatch: Patch) -> None:
     """Otherwise its two streams would be lost for as long as the engine is in scope."""
     one = engine()
     tokens(one)
@@ -301,7 +299,7 @@ class Left(Exception):
 
 
 @pytest.fixture
-def grouped(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Parallel:
+def grouped(cuda: Cuda, monkeypatch: Patch) -> Parallel:
     """A process in a group of one, as torchrun starts it, whose group waits for captured graphs."""
 
     def leave(self: Parallel, code: int) -> None:
@@ -325,7 +323,7 @@ def test_a_group_ends_with_engines_in_scope(cuda: Cuda, grouped: Parallel, expec
 
 
 def test_a_batch_job_ends_its_group_when_it_is_done(
-    cuda: Cuda, grouped: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: Cuda, grouped: Parallel, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     save_hugging_face(tiny_model(), tmp_path / "model", dtype=torch.float32)
     asked, done = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -351,7 +349,7 @@ ERRORS: dict[str, Callable[[], Exception]] = {"2.11": out_of_memory, "2.13": lam
 BROKEN = r"^the device failed \(CUDA error: device-side assert triggered\): build a new engine$"
 
 
-def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception, after: int = 0) -> None:
+def failing_once(monkeypatch: Patch, owner: Any, name: str, error: Exception, after: int = 0) -> None:
     """Let a method fail at a call, and at no other."""
     calls = itertools.count()
 
@@ -377,7 +375,7 @@ FAILED = [("quest", "draft"), *(("guided", step) for step in STEPS), ("quest", "
 
 @pytest.mark.parametrize(("policy", "step"), few(FAILED, FAILED[:5]))
 def test_an_engine_works_after_a_step_failed(
-    policy: str, step: str, rule: str, cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    policy: str, step: str, rule: str, cuda: Cuda, expected: list[list[int]], monkeypatch: Patch
 ) -> None:
     one, error = engine(policy), ERRORS[rule]()
     one.generate(PROMPTS[:1], GREEDY)  # graphs of this kind of rows are there
@@ -391,7 +389,7 @@ def test_an_engine_works_after_a_step_failed(
     assert one.generate(PROMPTS[2:3], GREEDY)[0].tokens == expected[2]
 
 
-def test_a_warm_up_that_failed_is_made_again(steady: Engine, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_that_failed_is_made_again(steady: Engine, rule: str, monkeypatch: Patch) -> None:
     error = ERRORS[rule]()
     steady.redraft(DraftConfig(policy="streaming", gamma="auto", budget=96))
     with monkeypatch.context() as failing:
@@ -403,9 +401,7 @@ def test_a_warm_up_that_failed_is_made_again(steady: Engine, rule: str, monkeypa
 
 @ONE_RULE
 @pytest.mark.parametrize("timed", [time_steps, time_selecting])
-def test_timing_that_fails_puts_back_what_it_changed(
-    timed: Callable[..., Any], cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timing_that_fails_puts_back_what_it_changed(timed: Callable[..., Any], cuda: Cuda, monkeypatch: Patch) -> None:
     one = engine("snapkv")
     one.generate(PROMPTS[2:3], GREEDY)
     before = one.cache.seq_len.clone()

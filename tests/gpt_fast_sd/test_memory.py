@@ -30,7 +30,7 @@ from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.gpt_fast_sd.policies.drafting import tokens_of
 from tests.gpuless.live import LiveBytes
-from tests.helpers import pack_or_skip, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import Patch, pack_or_skip, random_ids, tiny_config, tiny_engine, tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA = PRESETS["meta-llama/Llama-3.1-8B"]
@@ -155,7 +155,7 @@ def fill(engine: Engine, length: int, params: SamplingParams = GREEDY, gamma: in
 
 
 def held(
-    policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, vocab: int, kv_dtype: str = "fp32"
+    policy: str, of: str, monkeypatch: Patch, *, length: int, vocab: int, kv_dtype: str = "fp32"
 ) -> tuple[int, int]:
     """The most bytes of a chunk of a prompt, of refreshing a selection and of a round, and the plan's workspace.
 
@@ -190,7 +190,7 @@ MANY_TOKENS, MANY_KEYS = (400, 4_000), (3_000, 64)  # length, vocabulary
      *itertools.product(["off", "snapkv", "quest", "guided"], ["cpu"], [MANY_KEYS], ["int8"])],
 )  # fmt: skip
 def test_no_step_holds_more_than_the_plan_s_workspace(
-    policy: str, of: str, sizes: tuple[int, int], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+    policy: str, of: str, sizes: tuple[int, int], kv_dtype: str, monkeypatch: Patch
 ) -> None:
     """Prefilling, refreshing a selection, drafting, verifying and judging, as CPU and CUDA operators allocate."""
     length, vocab = sizes
@@ -202,9 +202,7 @@ def test_no_step_holds_more_than_the_plan_s_workspace(
 
 @pytest.mark.parametrize("group", [1, 16, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch_size", [2, pytest.param(6, marks=pytest.mark.slow)])
-def test_observing_windows_holds_what_the_plan_says(
-    group: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_observing_windows_holds_what_the_plan_says(group: int, batch_size: int, monkeypatch: Patch) -> None:
     """As CUDA's operators allocate: keys of few rows are split, but 16 query heads per kv head are too many."""
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False, chunks=(SPLIT,)))
     as_on_cuda(monkeypatch)
@@ -220,7 +218,7 @@ def test_observing_windows_holds_what_the_plan_says(
     assert 0.4 * planned <= live.peak <= planned + SMALL
 
 
-def test_sums_in_the_order_of_ranks_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_in_the_order_of_ranks_are_planned_for(monkeypatch: Patch) -> None:
     """With exact and more than two ranks, each rank receives all parts of every sum."""
     ranks, n_tokens, dim = 8, 2_048, 64
     from gpt_fast_sd.tp import collectives
@@ -274,14 +272,14 @@ def test_one_slot_that_does_not_fit_is_told_how_short_to_be() -> None:
         plan(1, 131_072).check(15 * GIB)
 
 
-def test_memory_is_checked_before_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_checked_before_weights_are_loaded(monkeypatch: Patch) -> None:
     asked(monkeypatch, 2**20)
     monkeypatch.setattr(Weights, "_read", lambda *_, **how: pytest.fail("weights were read before the refusal"))
     with pytest.raises(ValueError, match=r"batch_size 8 x max_seq_len 8,192 takes weights .* memory of cpu"):
         Engine.from_pretrained("bundled", EngineConfig(device="cpu", compile=False))
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, have: int | None) -> list[int]:
+def asked(monkeypatch: Patch, have: int | None) -> list[int]:
     """The engine finds this much memory; the list records the bytes held each time it asks."""
     held: list[int] = []
 
@@ -294,7 +292,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, have: int | None) -> list[int]:
     return held
 
 
-def test_an_engine_that_is_loaded_asks_for_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_loaded_asks_for_memory_once(monkeypatch: Patch) -> None:
     held = asked(monkeypatch, 2**40)
     Engine.from_pretrained("bundled", EngineConfig(device="cpu", compile=False, max_seq_len=512, batch_size=1))
     assert held == [0]
@@ -302,7 +300,7 @@ def test_an_engine_that_is_loaded_asks_for_memory_once(monkeypatch: pytest.Monke
     assert held == [0, 0]
 
 
-def test_a_redraft_that_cannot_fit_is_refused_and_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redraft_that_cannot_fit_is_refused_and_nothing_is_changed(monkeypatch: Patch) -> None:
     first, small = DraftConfig(policy="streaming", budget=64, gamma=3), tiny_model(tiny_config(n_layers=1), seed=1)
     engine = tiny_engine(first, max_seq_len=900)
     second = DraftConfig(policy="standalone", draft_model="given", gamma=3)
@@ -330,7 +328,7 @@ def test_a_redraft_that_cannot_fit_is_refused_and_nothing_is_changed(monkeypatch
     assert tokens_of(engine.generate(prompts)) == before
 
 
-def test_packing_a_model_s_weights_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_a_model_s_weights_is_planned_for(monkeypatch: Patch) -> None:
     """One weight at a time exists twice, and a head is larger than what small steps need."""
     big = tiny_config(vocab_size=64_000, dim=64, n_heads=1, n_kv_heads=1, head_dim=64, ffn_dim=96)
     config = EngineConfig(batch_size=1, max_seq_len=256, device="cpu", dtype="bf16", kv_dtype="bf16")

@@ -16,7 +16,7 @@ import pytest
 
 from gpt_fast_sd.policies.config import GAMMA_TIERS
 from gpt_fast_sd.serving.gamma_planner import FIRST_PROBE, FIRST_ROUNDS, LAST_PROBE, GammaPlanner, StepTimes, rising
-from tests.helpers import few, thinned
+from tests.helpers import Patch, few, thinned
 
 FEW, MANY = 512, 8192
 Measure = Callable[[int, int], tuple[float, float]]
@@ -478,9 +478,7 @@ def test_refreshing_a_selection_is_part_of_the_cost_of_a_round() -> None:
 
 
 @pytest.mark.parametrize(("faster", "changes"), [(1.01, False), (1.03, True)])
-def test_another_tier_is_taken_where_it_promises_two_percent_more(
-    faster: float, changes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_tier_is_taken_for_two_percent_more(faster: float, changes: bool, monkeypatch: Patch) -> None:
     plan = planner(World(0.1))
     used, other = plan.tiers[-1], plan.tiers[-2]
     for times in plan.verify.values():

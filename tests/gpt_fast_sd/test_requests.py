@@ -117,7 +117,7 @@ def test_every_way_to_cut_a_text_into_pieces_stops_at_the_same_place() -> None:
         ({"max_tokens": 4}, [*b"ab", 0xE8, 0xE8], ["a", "b", "", "\ufffd\ufffd"], "length"),
     ],
 )
-def test_eos_and_max_tokens_end_the_output(
+def test_eos_or_max_tokens_end_a_text(
     params: dict[str, Any], tokens: Sequence[int], shown: list[str], reason: str
 ) -> None:
     one = request(StreamDecoder(ByteTokenizer()), **params)

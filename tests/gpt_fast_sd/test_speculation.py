@@ -23,7 +23,7 @@ from gpt_fast_sd.serving.requests import Completion, RoundEvent, TokenEvent
 from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.drafts import MIXTURES, POLICIES, VIEWS, draft_of, given
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, entries, nearly, prefilled, tokens_of
-from tests.helpers import ahead, few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
+from tests.helpers import Patch, ahead, few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
 
 # ---- rounds counted by hand: a model that counts, and drafts that are right as often as the test says ---------------
 
@@ -346,9 +346,7 @@ def listen(one: Engine, **call: Any) -> list[RoundEvent]:
 
 
 @pytest.mark.parametrize("policy", ["streaming", "guided", "hierarchy"])
-def test_what_is_told_of_drafts_is_what_the_policy_proposed_and_read(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_told_of_drafts_is_what_the_policy_proposed_and_read(policy: str, monkeypatch: Patch) -> None:
     one = speaker(policy)
     assert one.policy
     propose = one.policy.propose
@@ -401,7 +399,7 @@ def test_what_is_told_to_be_read_is_the_view_and_within_the_bytes_that_are_count
     assert any(each.gamma for each in told)
 
 
-def test_looking_is_no_part_of_the_time_of_decoding_and_is_done_for_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_is_no_part_of_the_time_of_decoding_and_is_done_for_a_listener(monkeypatch: Patch) -> None:
     one, looks = speaker("streaming"), list[float]()
     monkeypatch.setattr("gpt_fast_sd.serving.launch.time.perf_counter", lambda: sum(looks))
     ahead(monkeypatch, one.policy, "positions_read", lambda pos: looks.append(100.0))

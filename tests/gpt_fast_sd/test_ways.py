@@ -25,7 +25,7 @@ from gpt_fast_sd.sampling import Kind
 from tests.drafts import POLICIES, draft_of
 from tests.gpt_fast_sd.fast import references
 from tests.gpt_fast_sd.policies.drafting import tokens_of
-from tests.helpers import few, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import Patch, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 NAMES = ["off", *POLICIES]
 FEW = ("hierarchy",)  # drafts of one step, and of two models
@@ -101,9 +101,7 @@ def a_draft(gamma: int, *, drawn: bool, by_two: bool) -> Draft:
 
 
 @pytest.mark.parametrize(("sampled", "filtered"), few([(False, False), (True, False), (True, True)], [(True, True)]))
-def test_judging_is_one_graph_whatever_is_drafted(
-    sampled: bool, filtered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_judging_is_one_graph_whatever_is_drafted(sampled: bool, filtered: bool, monkeypatch: Patch) -> None:
     """Reading the value of a size specializes it, and torch then refuses to compile: torch.isin did that."""
     monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: lookup_backend(AOT)(graph, inputs))
     model, draft = tiny_model(tiny_config(n_layers=1, eos_ids=(3, 5, 7))), DraftConfig(policy="streaming", budget=24)

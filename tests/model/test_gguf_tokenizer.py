@@ -155,9 +155,7 @@ def test_a_file_made_of_a_sentencepiece_model_has_its_ids(prefix: bool, tmp_path
         ("sentencepiece", {"add_bos_token": False}, False),
     ],
 )
-def test_a_text_begins_with_bos_where_file_or_kind_says_so(
-    kind: str, changes: Any, begins: bool, tmp_path: Path
-) -> None:
+def test_a_text_begins_with_bos_if_file_or_kind_says_so(kind: str, changes: Any, begins: bool, tmp_path: Path) -> None:
     tokenizer, bos = load(write(tmp_path / "model.gguf", kind, **changes)), len(FOUND[kind]["tokens"]) - 5
     assert tokenizer.bos_id == (bos if begins else None)
     assert tokenizer.encode("Hello") == [bos] * begins + tokenizer.encode("Hello", bos=False)

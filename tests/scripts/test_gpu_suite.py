@@ -239,9 +239,7 @@ def test_ends_the_process():
 """
 
 
-def test_what_passed_waits_for_a_change_of_source_and_what_failed_comes_last(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_what_passed_waits_for_changes_of_source_and_what_failed_comes_last(tmp_path: Path, monkeypatch: Patch) -> None:
     folder = tmp_path / "tests" / "gpu"
     folder.mkdir(parents=True)
     plugin = "from tests.gpu.conftest import pytest_addoption, pytest_configure\n"

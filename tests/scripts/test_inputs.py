@@ -18,7 +18,7 @@ import make_prompts
 from gpt_fast_sd.loading import BUNDLED
 from inputs import rows, ruler, sources
 from measuring.prompts import RoundTheText
-from tests.helpers import ByteTokenizer
+from tests.helpers import ByteTokenizer, Patch, Printed
 
 DOCUMENT = BUNDLED / "document.txt"
 LONGBENCH = {
@@ -58,9 +58,7 @@ def written(path: Path, found: list[dict[str, Any]]) -> Path:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 @pytest.mark.parametrize(("row", "prompt"), FORMS)
-def test_a_file_of_a_published_form_is_read_as_it_is(
-    suffix: str, row: dict[str, Any], prompt: str, tmp_path: Path
-) -> None:
+def test_a_file_in_a_published_form_is_read(suffix: str, row: dict[str, Any], prompt: str, tmp_path: Path) -> None:
     path = written(tmp_path / f"rows{suffix}", [row, row])
     assert [record for _, record in sources.prompts_of(path)] == 2 * [{"prompt": prompt}]
     assert len(sources.prompts_of(path, most=1)) == 1
@@ -88,9 +86,7 @@ def test_json_may_be_a_row_a_list_in_a_row_or_lines_and_what_is_none_is_refused(
         sources.prompts_of(tmp_path / "a.parquet")
 
 
-def test_a_dataset_of_the_hub_is_read_by_its_library_and_what_lacks_is_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_dataset_of_the_hub_is_read_by_its_library_and_what_lacks_is_said(monkeypatch: Patch, tmp_path: Path) -> None:
     asked = []
 
     def load_dataset(*args: object, **how: object) -> list[dict[str, Any]]:
@@ -193,9 +189,7 @@ def test_whole_prompts_lose_their_middle_and_there_must_be_enough(tmp_path: Path
     assert all(600 < len(row) <= 900 for each in made for row in each)
 
 
-def test_texts_of_a_file_of_rows_are_many_and_lose_their_beginnings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_of_a_file_of_rows_are_many_and_lose_their_beginnings(tmp_path: Path, monkeypatch: Patch) -> None:
     path = written(tmp_path / "pg19.json", [PG19, PG19 | {"text": "x" * 30}])
     assert not rows.holds_prompts(path, []) and rows.holds_prompts(path, ["url"])
     found = rows.texts_of([path], ByteTokenizer(), skip=10)
@@ -221,7 +215,7 @@ def test_texts_of_a_file_of_rows_are_many_and_lose_their_beginnings(
 
 
 @pytest.fixture
-def make(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def make(capsys: Printed) -> Callable[..., str]:
     def run(*argv: object) -> str:
         make_prompts.main([*map(str, argv)])
         return capsys.readouterr().out
@@ -229,9 +223,7 @@ def make(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
-def test_what_is_made_is_decoded_by_batch_and_scored(
-    make: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_made_is_decoded_by_batch_and_scored(make: Callable[..., str], tmp_path: Path, capsys: Printed) -> None:
     longbench, out = written(tmp_path / "l.parquet", [LONGBENCH]), tmp_path / "prompts.jsonl"
     sizes = "--tokens", "700", "--count", "2"
     said = make("ruler:vt", longbench, DOCUMENT, out, *sizes)
@@ -264,9 +256,7 @@ def test_what_is_made_is_decoded_by_batch_and_scored(
     (["OTHER", "OUT"], "row 0 has the unknown key 'answer'; known are"),
     (["--score", DOCUMENT], "line 1"),
 ])  # fmt: skip
-def test_wrong_inputs_are_a_sentence_each(
-    argv: list[object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_inputs_are_a_sentence_each(argv: list[object], said: str, tmp_path: Path, capsys: Printed) -> None:
     with pytest.raises(SystemExit) as stopped:
         (tmp_path / "ints.json").write_text("[1, 2]")
         (tmp_path / "other.json").write_text('[{"prompt": "a", "answer": "b"}]')
@@ -275,7 +265,7 @@ def test_wrong_inputs_are_a_sentence_each(
     assert stopped.value.code == 2 and said in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_benchmark_takes_sets_and_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_benchmark_takes_sets_and_tasks(tmp_path: Path, capsys: Printed) -> None:
     file = tmp_path / "s.json"
     flags = (f"--model bundled --draft streaming --gamma 2 --pairs 1 --fresh --no-compile --dtype fp32 --batch 2 "
              f"--max-new-tokens 6 --budget 32 --json {file}").split()  # fmt: skip

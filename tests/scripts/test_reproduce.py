@@ -11,6 +11,7 @@ import pytest
 import benchmark
 import reproduce
 from measuring.roofline import omega
+from tests.helpers import Patch, Printed
 
 GROUPS = [(name, i) for name, of in reproduce.RECIPES.items() for i in range(len(of["groups"]))]
 
@@ -37,9 +38,7 @@ def test_a_group_is_a_command_and_its_cells_are_forecast(name: str, i: int) -> N
             assert 0.4 < found["forecast_plain_ms"] / cell.plain_ms < 1.6
 
 
-def test_what_was_measured_stands_beside_and_everything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_measured_stands_beside_and_everything_is_written(tmp_path: Path, capsys: Printed) -> None:
     pytest.importorskip("matplotlib")
     speed: dict[str, Any] = {"speedup": {"steady": None, "completion": {"median": 1.77}}, "status": "measured"}
     point = {"batch": 32, "context": 8000, "policy": "standalone", "gamma": 3, "budget": 512} | speed
@@ -66,9 +65,7 @@ def test_what_was_measured_stands_beside_and_everything_is_written(
     (["magicdec:table2"], "needs 8 GPUs, and torch sees"),
     ([], "which recipe?"),
 ])  # fmt: skip
-def test_what_makes_no_sense_here_is_a_sentence(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_makes_no_sense_is_a_sentence(argv: list[str], said: str, capsys: Printed, monkeypatch: Patch) -> None:
     monkeypatch.setattr(reproduce.torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit) as stopped:
         reproduce.main(argv)

@@ -42,7 +42,7 @@ static int64_t best_token(const float* x, int64_t V) {
 // sampling.uniform: a number in [0, 1) for a seed, a position and a stream; words wrap at 32 bits
 static float uniform_number(uint64_t seed, uint64_t position, uint64_t stream) {
     uint32_t h = 0x9E3779B9u;
-    for (uint32_t word : {(uint32_t)seed, (uint32_t)(seed >> 32), (uint32_t)position, (uint32_t)stream}) {
+    for (uint32_t word : {(uint32_t)seed, (uint32_t)(seed >> 32 ^ stream * 0x9E3779B9u), (uint32_t)position, 0u}) {
         h ^= word;
         h ^= h >> 16, h *= 0x7FEB352Du;
         h ^= h >> 15, h *= 0x846CA68Bu;

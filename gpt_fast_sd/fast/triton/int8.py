@@ -45,17 +45,16 @@ STEPS = {
     (80, 64): (128, 3),
 }
 # Blocks of half the outputs have half of that in flight, and with 4,096 outputs there is one to an SM: where two still
-# fit, and only Hopper's memory needs so much, their steps take twice the inputs, and there are six.
-TWICE_THE_INPUTS = {(90, 16), (90, 32)}
+# fit, and only Hopper's memory needs so much, their steps take twice the inputs.
+FEW_OUTPUTS = {(90, 16): (256, 6), (90, 32): (256, 5)}
 
 
 def config(arch: int | str, itemsize: int, n_rows: int, n_out: int) -> Config:
     """How the kernel is built for so many rows, of numbers of itemsize bytes, and outputs."""
     block_m = min(max(16, triton.next_power_of_2(n_rows)), LARGEST_TILE)
     block_n = 64 if n_out >= MANY_OUTPUTS else 32
-    block_k, num_stages = STEPS[family(arch), block_m]
-    if block_n == 32 and (family(arch), block_m) in TWICE_THE_INPUTS:
-        block_k, num_stages = 2 * block_k, 6
+    tile = family(arch), block_m
+    block_k, num_stages = (block_n == 32 and FEW_OUTPUTS.get(tile)) or STEPS[tile]
     if itemsize == 4:  # no tensor core serves: more of it would spill
         block_m, block_k, num_stages = 16, 32, 3
     return Config(block_m, block_n, block_k, 4, num_stages)

@@ -88,9 +88,7 @@ def built(name: str, column: str, cap: int) -> Launch:
 
 
 @pytest.mark.parametrize(("name", "column", "cap", "most"), [*cells()])
-def test_a_loop_takes_no_more_issue_slots_for_what_it_reads_than_it_is_known_to(
-    name: str, column: str, cap: int, most: int
-) -> None:
+def test_a_loop_takes_no_more_issue_slots_than_it_is_known_to(name: str, column: str, cap: int, most: int) -> None:
     taken = slots_taken(built(name, column, cap))
     shares = (f"{chip} {taken / slots_offered(chip):.0%}" for chip in CHIP if CHIP[chip][0] == cap)
     print(f"{name} {column} sm_{cap}: {taken:.1f} slots a KiB,", *shares)

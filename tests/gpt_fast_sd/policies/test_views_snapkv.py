@@ -27,7 +27,7 @@ from gpt_fast_sd.steps import Runner
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, tokens_of
 from tests.gpt_fast_sd.policies.views_rig import Rig
 from tests.gpt_fast_sd.test_rounds import captured, engine, told
-from tests.helpers import ahead, random_ids, tiny_config, tiny_model
+from tests.helpers import Patch, ahead, random_ids, tiny_config, tiny_model
 
 GROUPS, WINDOWS = [1, 2, 4, 5, 7, 8], [16, 32, 64]
 LONGEST = 330
@@ -137,13 +137,13 @@ def test_a_selection_within_an_output_is_that_of_a_prompt_of_the_same_tokens() -
 
 
 @pytest.fixture
-def four_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def four_together(monkeypatch: Patch) -> None:
     """The windows of four rows are one batch, as on CUDA."""
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cpu"], windows=4))
 
 
 @pytest.fixture
-def windows_fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def windows_fed(monkeypatch: Patch) -> list[tuple[int, ...]]:
     """The shapes of all windows that the model is fed from now on."""
     shapes = list[tuple[int, ...]]()
 
@@ -170,7 +170,7 @@ def test_the_windows_of_all_rows_that_are_due_are_one_batch(windows_fed: list[tu
 @pytest.mark.parametrize("name", ["snapkv", "standalone, snapkv"])
 @pytest.mark.usefixtures("four_together")
 def test_no_round_waits_for_the_one_before_and_the_host_feeds_no_window(
-    name: str, windows_fed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    name: str, windows_fed: list[tuple[int, ...]], monkeypatch: Patch
 ) -> None:
     one, launched = captured(name), list[bool]()
     launch = one.schedule._launch
@@ -191,9 +191,7 @@ def test_what_a_row_drafts_does_not_depend_on_its_neighbours() -> None:
 
 @pytest.mark.usefixtures("four_together")
 @pytest.mark.parametrize("refresh", [20, 1000])
-def test_a_row_is_selected_for_when_it_is_due_and_the_host_knows_when_to_within_a_round(
-    refresh: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_is_selected_for_when_due_and_the_host_knows_to_within_a_round(refresh: int, monkeypatch: Patch) -> None:
     """It counts rounds by the most that they may add, so it asks early, once or twice; else it asks for nothing."""
     one = captured("snapkv", gamma=4)
     policy: Any = one.policy
@@ -220,7 +218,7 @@ def test_a_row_is_selected_for_when_it_is_due_and_the_host_knows_when_to_within_
     assert not any(asked)
 
 
-def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: Patch) -> None:
     def tokens(name: str) -> list[list[int]]:
         one = captured(name, gamma="auto")
         drafting_now_and_then(one, (3, 0, 3, 3, 0, 0, 0, 2, 4), timed=False)
@@ -256,7 +254,7 @@ def test_the_entries_of_most_mass_lie_before_each_rows_own_end() -> None:
     assert constant.flatten().tolist() == [2, 3, 4, 5, 6]  # ties go to the first, but the edges are averaged with zeros
 
 
-def test_the_planner_counts_what_selecting_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_counts_what_selecting_costs(monkeypatch: Patch) -> None:
     ahead(monkeypatch, snapkv, "observe_step", lambda *_: time.sleep(0.02))
     one = engine("snapkv", gamma="auto", batch_size=2)
     one.warm_up()

@@ -78,9 +78,7 @@ def test_a_long_list_has_no_more_chunks_than_the_merge_reads() -> None:
 
 
 @thinned("sizes,page", [(128, 40), (224, 70)], [1, 16])
-def test_lists_may_be_empty_and_windows_may_begin_at_0_or_reach_past_the_queries(
-    sizes: tuple[int, int], page: int
-) -> None:
+def test_lists_may_be_empty_and_windows_begin_at_0_or_reach_past_the_queries(sizes: tuple[int, int], page: int) -> None:
     n_listed, width = sizes
     case = Case([0, 0, 192, 192], [0, 37, 192, 200], page=page, n_listed=n_listed, width=width, n_tokens=2)
     assert (case.kv_indices[:2] == -1).all() and (case.kv_indices[2:] >= 0).any()
