@@ -1,6 +1,6 @@
 """What a policy proposes for a round, and the step by which a model drafts through a view of its cache.
 
-The target judges every draft, so none can change what is emitted, only how fast. Policies are in policies/.
+The target judges every draft: none changes what is emitted, if its tokens follow its q. Policies are in policies/.
 
 Shapes: B slots, T tokens in this call, S cache capacity, L layers, K kv heads, V vocabulary, gamma tokens drafted.
 """

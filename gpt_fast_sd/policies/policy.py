@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import KV, Transformer
@@ -146,6 +147,29 @@ class DraftPolicy(RoundHooks, PolicyCosts):
     def positions_read(self, pos: Tensor) -> Tensor:
         """The positions that a draft step with queries at pos [B] reads: bool [L, B, K, S]."""
         raise NotImplementedError
+
+
+def wrong_with(draft: Draft, gamma: int, vocabulary: int) -> str:
+    """What no policy may propose, in a phrase; "" for a draft that may be judged. The host reads its values.
+
+    The ids of its tokens are in the vocabulary. That each token was drawn from its q cannot be seen in one draft:
+    scripts/verify.py tests it.
+    """
+    tokens, q, count = draft.tokens, draft.q, draft.count
+    n_rows, width = tokens.shape
+    if width > gamma or tokens.dtype != torch.int64:
+        return f"tokens of shape {[*tokens.shape]} and {tokens.dtype}, not int64 [{n_rows}, at most {gamma}]"
+    if count.shape != (n_rows,) or count.dtype != torch.int64 or ((count < 0) | (count > width)).any():
+        return f"counts {count.tolist()}, not int64 from 0 to {width} for each of {n_rows} rows"
+    counts = torch.arange(width, device=tokens.device) < count[:, None]  # [B, gamma]
+    if q is None:
+        return ""
+    if q.shape != (n_rows, width, vocabulary) or q.dtype != torch.float32:
+        return f"q of shape {[*q.shape]} and {q.dtype}, not fp32 {[n_rows, width, vocabulary]}"
+    sums, own = q.sum(-1)[counts], q.gather(-1, tokens[..., None])[..., 0][counts]
+    if (far := sums[~((sums - 1).abs() <= 1e-3)]).numel():
+        return f"a q that sums to {float(far[0]):g}, not to 1"
+    return "a token whose own q is 0, from which it cannot have been drawn" if (own <= 0).any() else ""
 
 
 @runtime_checkable

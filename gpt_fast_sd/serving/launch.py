@@ -23,11 +23,13 @@ from gpt_fast_sd.tp import DoneEvent, Parallel
 
 from ..acceptance import Override
 from ..config import EngineConfig
+from ..draft import Draft
 from ..fast.devices import traits_of
 from ..loading import draft_group, ready_draft
 from ..policies import DraftConfig, DraftPolicy, build_policy
 from ..policies.config import gamma_tiers
 from ..policies.costs import MOST_STEPS, REFRESH_STEPS, steps_held, steps_of
+from ..policies.policy import wrong_with
 from ..round import Round
 from ..sampling import Kind
 from ..state import BatchState, RoundPlan
@@ -110,7 +112,7 @@ class Rounds(Round):
         self._baked: tuple[object, ...] = ()
         self.capture_seconds = 0.0  # that captures have taken so far
         self._uncapturable: set[tuple[object, ...]] = set()  # keys of parts that run as they are
-        self._told = False  # that there are such
+        self._told = self._drafts = False  # that there are such; whether a round feeds what its policy proposed
         self._warm: set[tuple[object, ...]] = set()
         self._pinned: list[Tensor] = []  # pinned host buffers, one per round in flight
         self._launched = 0
@@ -173,6 +175,39 @@ class Rounds(Round):
         else:
             round_.result = result.clone()
         return round_
+
+    def device_round(self, plan: RoundPlan, timestamp: Callable[[], None] = lambda: None) -> Tensor:
+        """See Round.device_round; what it feeds after a first token are drafts."""
+        self._drafts = plan.gamma > 0
+        try:
+            return super().device_round(plan, timestamp)
+        finally:
+            self._drafts = False
+
+    def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
+        """See Round.feed; ValueError for the first drafts if the model has no such tokens, which would end a GPU."""
+        if self._drafts and tokens.shape[1] > 1 and self._looks_at("tokens"):
+            n_rows = len(self.target.model.embedding.weight)
+            outside = tokens[(tokens < 0) | (tokens >= n_rows)]
+            self._require("" if not len(outside) else f"token {int(outside[0])}, where the model has {n_rows:,}")
+        return super().feed(tokens, n_keys)
+
+    def accept(self, logits: Tensor, draft: Draft, kind: Kind) -> Tensor:
+        """See Round.accept; ValueError where the first draft of its kind is none that a policy may propose."""
+        if draft.tokens.shape[1] and self._looks_at(kind):
+            self._require(wrong_with(draft, logits.shape[1] - 1, logits.shape[2]))
+        return super().accept(logits, draft, kind)
+
+    def _looks_at(self, what: object) -> bool:
+        """Once for each arm, before its rounds are captured, in which the host reads nothing; ranks hold parts."""
+        key = "looked at", what, self.arm
+        first = key not in self._warm and self.target.group.size == 1
+        self._warm.add(key)
+        return first
+
+    def _require(self, wrong: str) -> None:
+        if wrong:
+            raise ValueError(f"draft policy {type(self.policy.now if self.policy else None).__name__} proposed {wrong}")
 
     def begin(self) -> Begun | None:
         """Mark on the device where a round begins, its policy's part included; None where rounds are read at once.

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpt_fast_sd import DraftConfig, registry
-from gpt_fast_sd.model import Transformer
+from gpt_fast_sd import DraftConfig, SamplingParams, registry
 from gpt_fast_sd.policies import Draft, DraftPolicy, View
+from gpt_fast_sd.serving import launch
 from gpt_fast_sd.state import BatchState, RoundPlan
 from gpt_fast_sd.steps import Runner
 from gpt_fast_sd.tp import Group
@@ -22,6 +22,7 @@ from scripts import generate
 from tests.drafts import PLANES, POLICIES, VIEWS
 from tests.gpt_fast_sd.test_rounds import GREEDY, PROMPTS, captured, engine
 from tests.gpt_fast_sd.test_speculation import speculation_changes_nothing
+from tests.helpers import tiny_config, tiny_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,9 +35,7 @@ class Toy(DraftPolicy):
     proposers = ("toy",)
 
     @classmethod
-    def build(
-        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
-    ) -> DraftPolicy:
+    def build(cls, config: DraftConfig, target: Runner, draft_model: Any, draft_group: Group) -> DraftPolicy:
         return cls()
 
     def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
@@ -86,6 +85,57 @@ def test_a_registered_policy_drafts_without_a_change_of_what_is_said(toy: str) -
     assert sum(sum(c.stats.drafted_by_position) for c in eager) > 0
 
 
+def changed(**how: Any) -> Any:
+    """Sampled drafts of three tokens with a uniform q, but for what is given: functions of what it was."""
+
+    def propose(self: Toy, state: BatchState, plan: RoundPlan) -> Draft:
+        n, own = plan.gamma, TINY_VOCABULARY
+        whole = {"tokens": state.pending[:, None].repeat(1, n), "q": torch.full((2, n, own), 1 / own),
+                 "count": torch.full_like(state.pending, n)}  # fmt: skip
+        return Draft(**{name: how.get(name, lambda x: x)(x) for name, x in whole.items()})
+
+    return propose
+
+
+TINY_VOCABULARY = tiny_config().vocab_size
+BROKEN = [  # what a policy makes of tokens, q and count, and what is said of it
+    ({"tokens": lambda x: x.repeat(1, 2)}, r"tokens of shape \[2, 6\] .*, not int64 \[2, at most 3\]"),
+    ({"tokens": lambda x: x.int()}, r"tokens of shape \[2, 3\] and torch.int32"),
+    ({"tokens": lambda x: x - 10**6}, r"token -\d+, where the model has \d+"),
+    ({"tokens": lambda x: x + TINY_VOCABULARY}, "token .*, where the model has"),
+    ({"count": lambda x: x + 96}, r"counts \[99, 99\], not int64 from 0 to 3"),
+    ({"count": lambda x: x - 4}, r"counts \[-1, -1\]"),
+    ({"count": lambda x: x[:1]}, r"counts \[3\], .* for each of 2 rows"),
+    ({"q": lambda x: x.half()}, "q of shape .* and torch.float16, not fp32"),
+    ({"q": lambda x: x[:, :2]}, r"q of shape \[2, 2,"),
+    ({"q": lambda x: 2 * x}, "a q that sums to 2, not to 1"),
+    ({"q": lambda x: x * float("nan")}, "a q that sums to nan"),
+    ({"q": lambda x: torch.eye(x.shape[-1])[-1].expand(x.shape)}, "a token whose own q is 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "said"), BROKEN)
+def test_what_no_policy_may_propose_is_refused_and_the_engine_goes_on(
+    toy: str, how: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Toy, "propose", changed(**how))
+    one, prompts = tiny_engine(DraftConfig(policy=toy, gamma=3)), [[5, 6, 7], [8, 9]]
+    sampled = SamplingParams(max_tokens=6, temperature=1.0, seed=1, ignore_eos=True)
+    with pytest.raises(ValueError, match=f"^draft policy Toy proposed {said}"):
+        one.generate(prompts, sampled)
+    one.redraft(DraftConfig(policy="off"))
+    assert [len(c.tokens) for c in one.generate(prompts, sampled)] == [6, 6]
+
+
+def test_a_sound_draft_is_looked_at_once_of_each_kind(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, looked = tiny_engine(DraftConfig(policy=toy, gamma=3)), list[int]()
+    monkeypatch.setattr(Toy, "propose", changed(q=lambda x: None))
+    monkeypatch.setattr(launch, "wrong_with", lambda *_: (looked.append(1), "")[1])
+    for _ in range(2):
+        one.generate([[5, 6, 7]], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert looked == [1] and one.stats.rounds > 1
+
+
 def test_a_registered_policy_is_a_flag(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.json"
     generate.main(
@@ -108,10 +158,8 @@ def test_every_policy_has_a_row_in_readme_that_says_what_its_class_says(name: st
 
 
 def test_every_policy_and_view_is_in_the_tables_of_the_tests() -> None:
-    assert {row.get("policy", name) for name, row in (POLICIES | PLANES).items()} == set(registry.policies()) - {
-        "off",
-        "auto",
-    }
+    drafting = set(registry.policies()) - {"off", "auto"}
+    assert {row.get("policy", name) for name, row in (POLICIES | PLANES).items()} == drafting
     assert set(VIEWS) == set(registry.VIEWS) <= set(POLICIES)
 
 
