@@ -21,9 +21,7 @@ from tests.helpers import random_transformers_model
 Fields = Mapping[str, Any] | None
 Tensors = Mapping[str, tuple[np.ndarray, Kind] | None] | None
 ALPHABET = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # bytes that are their own Latin-1 character
-BYTES = [
-    chr(b) if b in ALPHABET else chr(256 + n) for n, b in enumerate(sorted(range(256), key=lambda b: b in ALPHABET))
-]
+BYTES = [chr(b) if b in ALPHABET else chr(256 + n) for n, b in enumerate(sorted(range(256), key=ALPHABET.__contains__))]
 
 
 def transformers_model(family: str, **changes: Any) -> Any:

@@ -62,11 +62,8 @@ COUNTS = "recompiles", "compiled graphs", "captured rounds held", "captures", "p
 def inside(engine: Engine) -> dict[str, Any]:
     """Graphs that were compiled, captured rounds that are held, and bytes of the memory plan by purpose."""
     plan = {name: n for name, n in engine._plan.parts.items() if n}
-    return {
-        "compiled graphs": engine.schedule.graphs,
-        "captured rounds held": engine.schedule.rounds.captured,
-        "plan": plan,
-    }
+    schedule = engine.schedule
+    return {"compiled graphs": schedule.graphs, "captured rounds held": schedule.rounds.captured, "plan": plan}
 
 
 @contextlib.contextmanager

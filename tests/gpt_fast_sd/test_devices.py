@@ -42,9 +42,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
-def gpu(
-    monkeypatch: Patch, name: str = "NVIDIA H100", capability: tuple[int, int] = (9, 0), *, n: int = 1
-) -> list[int]:
+def gpu(patch: Patch, name: str = "NVIDIA H100", capability: tuple[int, int] = (9, 0), *, n: int = 1) -> list[int]:
     """A machine with n such GPUs, as torch would report them -> the list of the devices made current."""
     current: list[int] = [0]
     for attribute, answer in {
@@ -57,8 +55,8 @@ def gpu(
         "mem_get_info": lambda device=None: (79 << 30, 80 << 30),
         "empty_cache": lambda: None,
     }.items():
-        monkeypatch.setattr(torch.cuda, attribute, answer)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+        patch.setattr(torch.cuda, attribute, answer)
+    patch.setattr(torch.version, "cuda", "13.0")
     return current
 
 

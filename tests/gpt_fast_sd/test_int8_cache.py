@@ -66,19 +66,12 @@ EVERYWHERE = {  # who drafts where: eagerly, in captured rounds, in compiled ste
     "by operators of CUDA": HALF,
 }
 SOON = {
-    "eager": [
-        "streaming",
-        "snapkv",
-        "lookup",
-        "hierarchy over standalone",
-        "hierarchy, guided",
-        "past its positions",
-        *PLANES,
-    ],
+    "eager": ["streaming", "snapkv", "lookup", "hierarchy over standalone", "hierarchy, guided", "past its positions",
+              *PLANES],
     "captured": ["quest", "quantized", "snapkv x planes"],
     "traced": ["quest x planes"],
     "by operators of CUDA": ["guided x planes"],
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -207,9 +200,7 @@ def test_the_bundled_model_says_nearly_as_much_of_its_document_with_an_int8_cach
 # ---- keys with outliers ----------------------------------------------------------------------------------------------
 
 
-def qwen2(
-    bias: float = 0.0, dtype: torch.dtype = torch.float32, *, queries: float = 0.01, **changes: Any
-) -> Transformer:
+def qwen2(bias: float = 0, dtype: torch.dtype = torch.float32, *, queries: float = 0.01, **changes: Any) -> Transformer:
     """Qwen2's shape; a pair of each key head's dimensions has this bias, and its queries are small, as Qwen2's are."""
     shape = {"dim": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 192, "qkv_bias": True} | changes
     model = tiny_model(tiny_config(**shape))

@@ -122,9 +122,7 @@ def test_a_rank_holds_its_share_of_the_weights() -> None:
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("gamma", [0, 1, 3, 8])
 @pytest.mark.parametrize("with_q", [True, False], ids=["drawn", "certain"])
-def test_drawing_and_judging_hold_no_more_than_the_plan_says(
-    of: str, params: SamplingParams, gamma: int, with_q: bool
-) -> None:
+def test_drawing_and_judging_hold_what_the_plan_says(of: str, params: SamplingParams, gamma: int, with_q: bool) -> None:
     n_slots, vocab = 3, 20_000
     bodies = Bodies(probabilities=stand_ins.probabilities)
     state = BatchState.idle(torch.zeros(n_slots, dtype=torch.int64), 2 * SPLIT, vocab, (), bodies=bodies)
@@ -154,16 +152,14 @@ def fill(engine: Engine, length: int, params: SamplingParams = GREEDY, gamma: in
     return RoundPlan.of(dict.fromkeys(range(n), length - 1), [params], gamma=gamma)
 
 
-def held(
-    policy: str, of: str, monkeypatch: Patch, *, length: int, vocab: int, kv_dtype: str = "fp32"
-) -> tuple[int, int]:
+def held(policy: str, of: str, patch: Patch, *, length: int, vocab: int, kv_dtype: str = "fp32") -> tuple[int, int]:
     """The most bytes of a chunk of a prompt, of refreshing a selection and of a round, and the plan's workspace.
 
     of "cuda": an engine on a CPU that works as on CUDA, except for captures.
     """
     if of == "cuda":
-        monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
-        as_on_cuda(monkeypatch)
+        patch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
+        as_on_cuda(patch)
     draft, model = DraftConfig(policy=policy, budget=96, gamma=4), tiny_model(tiny_config(vocab_size=vocab))
     engine = tiny_engine(draft, model=model, batch_size=3, max_seq_len=length + 100, kv_dtype=kv_dtype)
     with torch.inference_mode():

@@ -32,15 +32,8 @@ from gpt_fast_sd.fast import (
     quantize_rows,
     unpack_int4,
 )
-from gpt_fast_sd.fast.cpu import build
+from gpt_fast_sd.fast.cpu import build, packing
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
-from gpt_fast_sd.fast.cpu.packing import (
-    PackedInt4Linear,
-    PackedInt8Linear,
-    PackedLinear,
-    SummedInt4Linear,
-    pack_linears,
-)
 from gpt_fast_sd.fast.linear_int4 import Int4Linear
 from gpt_fast_sd.fast.linear_int8 import Int8Linear
 from gpt_fast_sd.fast.ops import int8
@@ -171,7 +164,8 @@ def test_an_int8_weight_is_kept_to_half_a_step_of_its_rows_scale(dtype: torch.dt
 
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 130]
 KINDS = {
-    "bf16": PackedLinear, "int8": PackedInt8Linear, "int4": PackedInt4Linear, "int4 for few rows": SummedInt4Linear,
+    "bf16": packing.PackedLinear, "int8": packing.PackedInt8Linear, "int4": packing.PackedInt4Linear,
+    "int4 for few rows": packing.SummedInt4Linear,
 }  # fmt: skip
 UNITS = {"bf16": 32, "int8": 64, "int4": 32, "int4 for few rows": 64}  # which divide their inputs
 SIZES = [(kind, n_out, n_in) for kind, n in UNITS.items() for n_out, n_in in ((32, n), (96, 64), (64, 576))]
@@ -346,10 +340,8 @@ def test_a_row_of_zeros_gives_zeros_and_no_row_at_all_gives_none(kind: str, pack
 def test_the_operators_are_what_they_say(kind: str) -> None:
     linear, x = packed(kind, 96, 64), torch.randn(5, 64).to(BF16)
     more = (linear.scale,) if kind == "int8" else (linear.scale, linear.blocks, kind.endswith("rows"))
-    for operator, bias in (
-        (torch.ops.gpt_fast_sd.cpu_linear, (torch.randn(96).to(BF16),)),
-        (torch.ops.gpt_fast_sd.cpu_swiglu, ()),
-    ):
+    ours = torch.ops.gpt_fast_sd
+    for operator, bias in ((ours.cpu_linear, (torch.randn(96).to(BF16),)), (ours.cpu_swiglu, ())):
         torch.library.opcheck(operator.default, (x, linear.weight, *bias, *more))
 
 
@@ -407,15 +399,15 @@ def test_a_packed_model_is_used_like_the_model_itself(tied: bool, tmp_path: Path
 def test_pytorch_multiplies_what_no_kernel_serves(kind: str, n_out: int, n_in: int, dtype: torch.dtype) -> None:
     linear, x = linear_of(kind, n_out, n_in, dtype=dtype), torch.randn(2, n_in).to(dtype)
     own, expected = type(linear), linear(x)
-    assert not pack_linears(linear) and type(linear) is own
+    assert not packing.pack_linears(linear) and type(linear) is own
     assert linear(x).equal(expected) and expected.dtype == dtype
 
 
 def test_packing_twice_packs_once_and_inputs_that_64_does_not_divide_are_not_summed() -> None:
     linear, other = packed("bf16", 64, 64), linear_of("int4", 64, 96)
     weight = linear.weight.clone()
-    assert not pack_linears(linear) and linear.weight.equal(weight)
-    assert pack_linears(other, few_rows=True) and type(other) is PackedInt4Linear
+    assert not packing.pack_linears(linear) and linear.weight.equal(weight)
+    assert packing.pack_linears(other, few_rows=True) and type(other) is packing.PackedInt4Linear
 
 
 @pytest.mark.parametrize("decodes", few([False, True], [False]))
@@ -439,7 +431,7 @@ def test_a_weight_that_two_models_share_is_packed_once() -> None:
     x, tokens = torch.randn(3, 64).to(BF16), torch.arange(9)
     product, looked_up = one.output(x), one.embedding(tokens)
     pack_or_skip(one)
-    pack_linears(other)
+    packing.pack_linears(other)
     for model in (one, other):
         torch.testing.assert_close(model.output(x), product, rtol=2**-7, atol=1e-3)
         assert model.embedding(tokens).equal(looked_up)
@@ -452,7 +444,7 @@ def test_a_weight_that_two_models_share_is_read_as_it_was_packed(few_rows: bool)
     other, x = copy.copy(one), torch.randn(3, 128).to(BF16)
     expected = one(x)
     pack_or_skip(nn.Sequential(one), few_rows=few_rows)
-    pack_linears(nn.Sequential(other), few_rows=not few_rows)
+    packing.pack_linears(nn.Sequential(other), few_rows=not few_rows)
     assert other(x).equal(one(x))
     torch.testing.assert_close(other(x), expected, rtol=2**-6, atol=1e-2)
 

@@ -359,7 +359,6 @@ def test_what_the_host_adds_to_a_round_is_part_of_what_it_costs() -> None:
     world, plan = World(0.5), planner(World(0.5))
     for _ in range(FIRST_ROUNDS + 1):  # the first ones may have built something
         plan.record_host(0, 0.4)
-
     for host in ([0.4] * 5, [0.4, 0.4, 0.9, 0.9, 0.9]):
         found = [plan.seconds(g, 1000) - world.round(g, 1000) for g in (0, 1, 3, 4, 8)]
         assert found == pytest.approx(host)

@@ -106,7 +106,7 @@ def test_every_way_to_cut_a_text_into_pieces_stops_at_the_same_place() -> None:
 @pytest.mark.parametrize(
     ("params", "tokens", "shown", "reason"),
     [
-        ({"max_tokens": 2}, b"abc", ["a", "b"], "length"),
+        ({"max_tokens": 2}, [*b"abc"], ["a", "b"], "length"),
         ({"max_tokens": 9}, [*b"hi", EOS, *b"!"], ["h", "i", ""], "stop"),
         ({"max_tokens": 2}, [*b"h", EOS], ["h", ""], "stop"),  # as the last token allowed
         ({"max_tokens": 9, "stop": "END"}, [*b"aEN", EOS], ["a", "", "", "EN"], "stop"),  # shows what was held
@@ -117,14 +117,12 @@ def test_every_way_to_cut_a_text_into_pieces_stops_at_the_same_place() -> None:
         ({"max_tokens": 4}, [*b"ab", 0xE8, 0xE8], ["a", "b", "", "\ufffd\ufffd"], "length"),
     ],
 )
-def test_eos_or_max_tokens_end_a_text(
-    params: dict[str, Any], tokens: Sequence[int], shown: list[str], reason: str
-) -> None:
+def test_eos_or_max_tokens_end_a_text(params: dict[str, Any], tokens: list[int], shown: list[str], reason: str) -> None:
     one = request(StreamDecoder(ByteTokenizer()), **params)
-    assert feed(one, [*tokens]) == shown
+    assert feed(one, tokens) == shown
     completion = one.completion()
     assert (completion.text, completion.finish_reason) == ("".join(shown), reason)
-    assert completion.tokens == [*tokens][: len(shown)]
+    assert completion.tokens == tokens[: len(shown)]
 
 
 def test_what_a_decoder_says_of_eos_of_its_end_and_no_decoder_at_all() -> None:

@@ -32,9 +32,7 @@ PARAMS = [
     for i, n in enumerate((60, 3, 5, 7, 9, 8))
 ]
 SOON = {"eager": ["quest", "guided", "hierarchy over standalone"], "captured": ["off", "standalone"]}
-ALL = [
-    pytest.param(name, kind, marks=() if name in SOON[kind] else pytest.mark.slow) for kind in KINDS for name in NAMES
-]
+ALL = few(((name, kind) for kind in KINDS for name in NAMES), {(name, kind) for kind in KINDS for name in SOON[kind]})
 N_CHUNKS = [-(-(len(prompt) - 1) // CHUNK) for prompt in PROMPTS]
 
 

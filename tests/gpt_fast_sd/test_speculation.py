@@ -264,10 +264,7 @@ def test_accounts_add_up(name: str) -> None:
     assert not any(each.read or each.draft_seconds or event.refused for each in rounds for event in each.events)
 
 
-@pytest.mark.parametrize(
-    "name",
-    few([*POLICIES, *MIXTURES], ["streaming", "lookup", "standalone", *MIXTURES]),
-)
+@pytest.mark.parametrize("name", few([*POLICIES, *MIXTURES], ["streaming", "lookup", "standalone", *MIXTURES]))
 def test_a_seed_fixes_a_rows_tokens_with_any_gamma_alone_and_in_a_batch(name: str) -> None:
     kinds = [{"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}, {}, {"temperature": 1.2, "top_p": 0.8}]
     params = [SamplingParams(max_tokens=5 + 7 * i % 11, seed=i, **kinds[i % 4]) for i in range(len(PROMPTS))]
@@ -300,10 +297,8 @@ def test_a_seed_fixes_a_rows_tokens_beside_rows_that_go_on_for_longer(name: str)
 @pytest.mark.parametrize("name", few([*POLICIES, *MIXTURES], ["streaming", "guided", "lookup", "hierarchy"]))
 def test_a_row_that_keeps_fewer_drafts_than_its_neighbours_is_what_it_is_alone(name: str) -> None:
     """One that keeps none draws with the same random numbers as plain decoding."""
-    kinds = [{}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}]
-    params = [
-        SamplingParams(max_tokens=9 + i % 5, seed=i, ignore_eos=True, **kinds[i % 3]) for i in range(len(PROMPTS))
-    ]
+    how = [{}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}]
+    params = [SamplingParams(max_tokens=9 + i % 5, seed=i, ignore_eos=True, **how[i % 3]) for i in range(len(PROMPTS))]
     one, limits = speculator(name, 3), [(None, 0, 2, 0)[i % 4] for i in range(len(PROMPTS))]
     plain = one.generate(PROMPTS, params, speculate=False)
     whole = one.generate(PROMPTS, params)
@@ -319,9 +314,8 @@ def test_a_row_that_keeps_fewer_drafts_than_its_neighbours_is_what_it_is_alone(n
             alone = one.generate([PROMPTS[i]], mixed[i])[0]
             assert got.tokens == alone.tokens and by_position == alone.stats.accepted_by_position
             assert 0 < len(got.stats.drafted_by_position) <= limit
-    assert one.generate(PROMPTS[:2], SamplingParams(max_tokens=5, max_drafts=0)) and set(one.stats.rounds_by_gamma) == {
-        0
-    }
+    assert one.generate(PROMPTS[:2], SamplingParams(max_tokens=5, max_drafts=0))
+    assert set(one.stats.rounds_by_gamma) == {0}
 
 
 # ---- what rounds tell, if somebody listens ---------------------------------------------------------------------------

@@ -387,20 +387,14 @@ def test_few_rows_at_a_time_are_widened_to_find_infinities(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        *(
-            (lambda tensors, name=name: tensors.pop(name), rf" has no tensor {name}, which its config\.json asks for.*")
-            for name in (Q, "lm_head.weight")
-        ),
-        (
-            lambda tensors: tensors.update(adapter=torch.zeros(2), other=torch.zeros(2)),
-            r"/model\.safetensors: config\.json's model has no place for \w+ and 1 more tensors",
-        ),
-        (
-            lambda tensors: tensors.update({Q: torch.zeros(40, 32)}),
-            rf"/model\.safetensors: {Q} has shape \[40, 32\], but config\.json asks for \[48, 32\]",
-        ),
+        *((lambda tensors, name=name: tensors.pop(name), rf" has no tensor {name}, which its config\.json asks for.*")
+          for name in (Q, "lm_head.weight")),
+        (lambda tensors: tensors.update(adapter=torch.zeros(2), other=torch.zeros(2)),
+         r"/model\.safetensors: config\.json's model has no place for \w+ and 1 more tensors"),
+        (lambda tensors: tensors.update({Q: torch.zeros(40, 32)}),
+         rf"/model\.safetensors: {Q} has shape \[40, 32\], but config\.json asks for \[48, 32\]"),
     ],
-)
+)  # fmt: skip
 def test_a_tensor_missing_without_a_place_or_of_another_shape_is_named(
     edit: Callable[[dict[str, Tensor]], object], said: str, tmp_path: Path
 ) -> None:

@@ -116,14 +116,8 @@ def test_left_out_fields_mean_what_each_format_says() -> None:
         (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         *((LLAMA | {"rms_norm_eps": bad}, f"rms_norm_eps is {bad}") for bad in (math.nan, math.inf, -math.inf)),
         *((LLAMA | {"rope_theta": bad}, f"rope_theta is {bad}") for bad in (math.nan, math.inf)),
-        *(
-            (LLAMA | {name: 10**399}, f"{name} is 1000")
-            for name in ("hidden_size", "rope_theta", "vocab_size", "rms_norm_eps")
-        ),
-        *(
-            (LLAMA | {"rope_scaling": {"type": "linear", "factor": bad}}, f"factor is {bad}")
-            for bad in (math.nan, math.inf)
-        ),
+        *((LLAMA | {x: 10**399}, f"{x} is 1000") for x in ("hidden_size", "rope_theta", "vocab_size", "rms_norm_eps")),
+        *((LLAMA | {"rope_scaling": {"type": "linear", "factor": x}}, f"factor is {x}") for x in (math.nan, math.inf)),
         (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         (LLAMA | {"eos_token_id": [1, "2"]}, "eos_token_id is [1, '2']"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),

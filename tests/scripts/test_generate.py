@@ -135,9 +135,7 @@ def test_unless_told_otherwise_it_finds_out_who_drafts_and_says_what_it_found(pr
     drafted = sum(n for gamma, n in run["stats"]["rounds_by_gamma"].items() if gamma != "0")
     assert sum(one["rounds"] for one in run["found"]) == drafted
     timed = {one["name"]: one for one in run["found"] if one["speed"] is not None}
-    shown = re.findall(
-        r"^  (tried|not tried|tried before) +([a-z0-9 ]+): ([\d,]+) rounds, [\d.]+ x of plain", card, re.M
-    )
+    shown = re.findall(r"(?m)^  (tried|not tried|tried before) +([a-z0-9 ]+): ([\d,]+) rounds, [\d.]+ x of plain", card)
     told = [(one["rounds"], "not tried" if one["acceptance"] is None else "tried before") for one in timed.values()]
     assert shown == [("tried" if n else when, name, f"{n:,}") for name, (n, when) in zip(timed, told, strict=True)]
     left_out = names - set(timed)
@@ -199,16 +197,10 @@ def test_accepted_drafts_are_coloured_and_the_targets_own_tokens_are_not(prints:
 
 @pytest.mark.parametrize(
     ("flag", "terminal", "environment", "colored"),
-    [
-        ("auto", True, {}, True),
-        ("auto", False, {}, False),
-        ("auto", True, {"NO_COLOR": "1"}, False),
-        ("auto", True, {"NO_COLOR": ""}, True),
-        ("auto", True, {"TERM": "dumb"}, False),
-        ("never", True, {}, False),
-        ("always", False, {"NO_COLOR": "1"}, True),
-    ],
-)
+    [("auto", True, {}, True), ("auto", False, {}, False), ("auto", True, {"NO_COLOR": "1"}, False),
+     ("auto", True, {"NO_COLOR": ""}, True), ("auto", True, {"TERM": "dumb"}, False), ("never", True, {}, False),
+     ("always", False, {"NO_COLOR": "1"}, True)],
+)  # fmt: skip
 def test_colours_are_for_terminals_unless_asked_for(
     monkeypatch: Patch, tiny: Engine, flag: str, terminal: bool, environment: dict[str, str], colored: bool
 ) -> None:
@@ -265,9 +257,8 @@ def test_a_comparison_shows_both_ways_side_by_side(prints: Says, tmp_path: Path)
     assert card["tokens per round"].split() == ["1.00", f"{stats['tokens_per_round']:.2f}"]
     assert card["acceptance"].startswith(f"{stats['acceptance_rate']:.0%} of {stats['drafted']} drafts; by position")
     assert len(card["acceptance"].split("by position ")[1].split()) == len(stats["drafted_by_position"])
-    assert card["rounds"] == ", ".join(
-        f"{n} of gamma {gamma}" for gamma, n in sorted(stats["rounds_by_gamma"].items(), reverse=True)
-    )
+    by_gamma = sorted(stats["rounds_by_gamma"].items(), reverse=True)
+    assert card["rounds"] == ", ".join(f"{n} of gamma {gamma}" for gamma, n in by_gamma)
     assert card["outputs"] == "equal, token for token"
     assert card["measured"] == "3 runs each, in turns; the medians are shown"
     parts = [[int(share.rstrip("%")) for share in card[f"{who} time"].split()] for who in ("draft", "verify", "host")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -214,16 +213,11 @@ def test_texts_of_a_file_of_rows_are_many_and_lose_their_beginnings(tmp_path: Pa
 # ---- programs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def make(capsys: Printed) -> Callable[..., str]:
-    def run(*argv: object) -> str:
+def test_what_is_made_is_decoded_by_batch_and_scored(tmp_path: Path, capsys: Printed) -> None:
+    def make(*argv: object) -> str:
         make_prompts.main([*map(str, argv)])
         return capsys.readouterr().out
 
-    return run
-
-
-def test_what_is_made_is_decoded_by_batch_and_scored(make: Callable[..., str], tmp_path: Path, capsys: Printed) -> None:
     longbench, out = written(tmp_path / "l.parquet", [LONGBENCH]), tmp_path / "prompts.jsonl"
     sizes = "--tokens", "700", "--count", "2"
     said = make("ruler:vt", longbench, DOCUMENT, out, *sizes)

@@ -52,10 +52,8 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
             tensors = peers.load_model(setup.folder).state_dict()
             assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
-        def call(self, name: str, *arguments: Any) -> Any:
-            return (
-                [7] if name == "prefill" else ([[7]] * sum(arguments), [1.0] * arguments[1]) if name == "steps" else 0
-            )
+        def call(self, name: str, *given: Any) -> Any:
+            return [7] if name == "prefill" else ([[7]] * sum(given), [1.0] * given[1]) if name == "steps" else 0
 
         def close(self) -> None:
             pass

@@ -33,13 +33,11 @@ def launched(cap: int | str, call: Callable[[], Any]) -> list[Launch]:
     return launches
 
 
-def layer(
-    n_batch: int, head_dim: int, dtype: torch.dtype, held: torch.dtype | None = None, tail: int = 0
-) -> CacheLayer:
+def layer(n_rows: int, head_dim: int, dtype: torch.dtype, held: torch.dtype | None = None, tail: int = 0) -> CacheLayer:
     """One of 8192 entries, in this dtype or held in bytes or planes."""
     width, numbers = (head_dim // 2, 4) if held is PLANES else (head_dim, 2)
-    k, v, *low = (new(n_batch, 8, 8192, width, dtype=held or dtype) for _ in range(numbers))
-    scales = [new(n_batch, 8, 8192, dtype=FP16) for _ in range(2)] if held in (INT8, PLANES) else []
+    k, v, *low = (new(n_rows, 8, 8192, width, dtype=held or dtype) for _ in range(numbers))
+    scales = [new(n_rows, 8, 8192, dtype=FP16) for _ in range(2)] if held in (INT8, PLANES) else []
     return layer_of(k, v, *scales, *low, tail=tail)
 
 

@@ -28,11 +28,6 @@ def as_on_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(choice, "TRITON", choice.TRITON | {"cpu"})
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-    """Attention in fp64: q [B, N, T, H]; k, v [B, K, S, H]; pos [B, T] -> fp64 [B, N, T, H]."""
-    return attention(q.double(), k, v, seen_by(pos, k.shape[2]))[0]
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The output [B, N, T, H], weights [B, K, G, T, M] and lse [B, N, T] over entries k, v [B, K, M, H], in q's dtype.
 
@@ -94,10 +89,8 @@ def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int) -> tuple[Tenso
 
 def meant_by(layer: CacheLayer, pos: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What its keys and values stand for, as queries at pos read them; see `meant`."""
-    return (
-        meant(layer.k, layer.k_scale, layer.k_low, pos, layer.tail),
-        meant(layer.v, layer.v_scale, layer.v_low, pos, layer.tail),
-    )
+    read = pos, layer.tail
+    return meant(layer.k, layer.k_scale, layer.k_low, *read), meant(layer.v, layer.v_scale, layer.v_low, *read)
 
 
 def meant(

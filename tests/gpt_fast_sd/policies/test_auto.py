@@ -19,8 +19,7 @@ PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(
-    "turns",
-    ["standalone", "standalone - standalone lookup guided streaming", "guided - - guided standalone lookup"],
+    "turns", ["standalone", "standalone - standalone lookup guided streaming", "guided - - guided standalone lookup"]
 )
 def test_arms_in_turns_emit_the_plain_tokens_and_a_draft_model_that_is_the_target_keeps_all(
     turns: str, captured: bool, monkeypatch: Patch, request: pytest.FixtureRequest

@@ -71,9 +71,8 @@ def first_tokens(one: Engine, gamma: int, params: SamplingParams, repeats: int, 
             plan = RoundPlan.of(dict(enumerate(state.seq_len.tolist())), [params], gamma=gamma)
             draft = policy.propose(state, plan)
             draft = plant(one, plan, draft) if plant else draft
-            logits, mass = one.schedule.rounds.feed(
-                torch.cat([state.pending[:, None], draft.tokens], 1), plan.n_keys + gamma
-            )
+            judged = torch.cat([state.pending[:, None], draft.tokens], 1)
+            logits, mass = one.schedule.rounds.feed(judged, plan.n_keys + gamma)
             one.schedule.rounds.accept_compiled(state, plan.kind, logits, draft, None)
             policy.device_after_verify(state, mass)
         emitted.append(state.history[:, start + 1 : start + 1 + N_JOINT].clone())
