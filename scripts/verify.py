@@ -16,6 +16,9 @@ Five checks, each a line:
     refill    NaN or the largest numbers in all that is unused of the caches change no token
     exact     with --exact logits and tokens are those of plain decoding, bit for bit
 
+A third of the drafts are made worse on purpose, by a flatter q and by tokens that are unlikely, so that some are
+refused however good drafts are; where none was, the check says that nothing was tested, and fails.
+
 --soak MINUTES in their place lets one engine change its policy again and again, through all of them, and decode random
 requests: every greedy output is compared with one forward of the model (over a cache of fewer bits, with the target's
 own steps), samples with what the same seed gave before, and memory and recompiles are watched.

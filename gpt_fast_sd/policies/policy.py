@@ -152,8 +152,8 @@ class DraftPolicy(RoundHooks, PolicyCosts):
 def wrong_with(draft: Draft, gamma: int, vocabulary: int) -> str:
     """What no policy may propose, in a phrase; "" for a draft that may be judged. The host reads its values.
 
-    The ids of its tokens are in the vocabulary. That each token was drawn from its q cannot be seen in one draft:
-    scripts/verify.py tests it.
+    The ids of its tokens are in the vocabulary; a NaN in q is the model's. That each token was drawn from its q cannot
+    be seen in one draft: scripts/verify.py tests it.
     """
     tokens, q, count = draft.tokens, draft.q, draft.count
     n_rows, width = tokens.shape
@@ -167,7 +167,7 @@ def wrong_with(draft: Draft, gamma: int, vocabulary: int) -> str:
     if q.shape != (n_rows, width, vocabulary) or q.dtype != torch.float32:
         return f"q of shape {[*q.shape]} and {q.dtype}, not fp32 {[n_rows, width, vocabulary]}"
     sums, own = q.sum(-1)[counts], q.gather(-1, tokens[..., None])[..., 0][counts]
-    if (far := sums[~((sums - 1).abs() <= 1e-3)]).numel():
+    if (far := sums[(sums - 1).abs() > 1e-3]).numel():
         return f"a q that sums to {float(far[0]):g}, not to 1"
     return "a token whose own q is 0, from which it cannot have been drawn" if (own <= 0).any() else ""
 

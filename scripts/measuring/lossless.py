@@ -6,11 +6,15 @@
     seeds     a seed gives the same tokens alone, beside others, in another order and slot, and again
     refill    what is left in a cache, NaN or the largest numbers, changes no token of the next request
 
+Meanwhile a third of the drafts are made worse, as none of these would find what goes wrong where a draft is refused if
+none is: then nothing was tested, which fails.
+
 Shapes: B slots, T tokens in this call, S cache capacity, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -23,9 +27,11 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.draft import Draft
 from gpt_fast_sd.model import CausalSelf, KVCache, Transformer
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.sampling import SamplingTable, probabilities
+from gpt_fast_sd.sampling import SamplingTable, draw, probabilities, uniform
+from gpt_fast_sd.state import BatchState, RoundPlan
 from measuring.machine import release_memory
 
 # Gap of logits near 10 that rounding may close: four units in the last place in 16 bits; in fp32 a hundred, which are
@@ -123,6 +129,7 @@ SAMPLED = 2  # prompts whose samples are tested
 RARE = 5.0  # expected counts of cells that are put together
 MOST = 8000.0  # the largest statistic and noncentrality that are computed with
 FREE: dict[str, Any] = {"temperature": 1.0}
+OTHER_STREAM = 9  # of random numbers, which no engine uses
 FILTERED: dict[str, Any] = FREE | {"top_k": 20, "top_p": 0.9}
 
 
@@ -150,15 +157,60 @@ def prove(
     with build(config) as engine:
         if engine.draft.gamma == "auto":
             raise ValueError('gamma "auto" depends on measured times: name how many tokens are drafted')
-        yield greedy(engine, prompts, n_tokens)
-        yield samples(engine, prompts[:SAMPLED], n_samples)
-        yield seeds(engine, prompts, n_tokens)
-        yield refill(engine, prompts, n_tokens)
+        with worsened(engine):
+            yield tested(greedy(engine, prompts, n_tokens), engine)
+            yield tested(samples(engine, prompts[:SAMPLED], n_samples), engine)
+            yield seeds(engine, prompts, n_tokens)
+            yield refill(engine, prompts, n_tokens)
         device = engine.device
         del engine
     release_memory(device)
-    with build(replace(config, exact=True, cuda_graphs="off")) as engine:
+    with build(replace(config, exact=True, cuda_graphs="off")) as engine, worsened(engine):
         yield exact(engine, prompts[: config.batch_size], n_tokens)
+
+
+@contextlib.contextmanager
+def worsened(engine: Engine) -> Iterator[None]:
+    """Meanwhile a draft at every third place of a text follows a worse q: some are refused, however good a policy is.
+
+    A flatter one than the policy's, and for 30 % another token; of a policy without a q it is that other token.
+    """
+    policy, rounds = engine.policy, engine.schedule.rounds
+    assert policy
+    propose = policy.propose
+
+    def worse(state: BatchState, plan: RoundPlan) -> Draft:
+        draft = propose(state, plan)
+        place = state.seq_len[:, None] + torch.arange(draft.tokens.shape[1], device=state.seq_len.device)  # [B, gamma]
+        here, other = place % 3 == 0, (state.pending[:, None] + place) % engine.model.config.vocab_size
+        if draft.q is None or not draft.tokens.numel():
+            return replace(draft, tokens=torch.where(here, other, draft.tokens))
+        flat = draft.q**0.4
+        q = (0.7 * flat / flat.sum(-1, keepdim=True)).scatter_add(
+            -1, other[..., None], torch.full_like(flat, 0.3)[..., :1]
+        )
+        u = uniform(state.table.seed[:, None], place, OTHER_STREAM)
+        tokens = torch.where(here, draw(q.flatten(0, 1), u.flatten()).view_as(place), draft.tokens)
+        return replace(draft, tokens=tokens, q=torch.where(here[..., None], q, draft.q))
+
+    policy.propose = worse  # type: ignore[method-assign]
+    rounds.forget()
+    try:
+        yield
+    finally:
+        del policy.propose
+        rounds.forget()
+
+
+def tested(finding: Finding, engine: Engine) -> Finding:
+    """The finding, failed where no draft was refused: nothing is known of what follows one then."""
+    stats, untested = engine.stats, "nothing tested: "
+    if not finding.passed or stats.accepted < stats.drafted:
+        return finding
+    why = (
+        "all drafts were accepted" if stats.drafted else "nothing was drafted: longer outputs, or another --draft, may"
+    )
+    return replace(finding, passed=False, text=untested + why)
 
 
 def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, acceptance
-from gpt_fast_sd.acceptance import AcceptResult, verify_sampled
+from gpt_fast_sd.acceptance import AcceptResult, verify_greedy, verify_sampled
 from gpt_fast_sd.bodies import Bodies
 from gpt_fast_sd.model import CacheLayer, KVCache
 from gpt_fast_sd.policies import ModelDraft
@@ -86,6 +86,42 @@ def from_p(p: Tensor, q: Tensor, drafted: Tensor, most: Tensor, u: Tensor, next_
 def of_a_neighbour(p: Tensor, q: Tensor, *others: Tensor, **how: Any) -> AcceptResult:
     """q is that of the row before."""
     return verify_sampled(p, q.roll(1, 0), *others, **how)
+
+
+def one_more(p: Tensor, q: Tensor, drafted: Tensor, most: Tensor, *u: Tensor, **how: Any) -> AcceptResult:
+    """One draft too many is kept."""
+    result = verify_sampled(p, q, drafted, most, *u, **how)
+    return AcceptResult(torch.minimum(result.n_accepted + 1, most), result.next_token)
+
+
+def all_or_none(p: Tensor, q: Tensor, drafted: Tensor, most: Tensor, *u: Tensor, **how: Any) -> AcceptResult:
+    """All drafts are kept if the first one is."""
+    result = verify_sampled(p, q, drafted, most, *u, **how)
+    return AcceptResult(torch.where(result.n_accepted > 0, most, 0), result.next_token)
+
+
+def one_more_greedy(logits: Tensor, drafted: Tensor, most: Tensor, *how: Any) -> AcceptResult:
+    """The same of greedy rows."""
+    result = verify_greedy(logits, drafted, most, *how)
+    return AcceptResult(torch.minimum(result.n_accepted + 1, most), result.next_token)
+
+
+@pytest.mark.parametrize("judged", [one_more, all_or_none, from_p, of_a_neighbour, one_more_greedy])
+def test_a_wrong_judge_is_found_although_a_budget_holds_the_whole_text_and_all_drafts_are_good(
+    judged: Callable[..., AcceptResult], monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(acceptance, "verify_greedy" if judged is one_more_greedy else "verify_sampled", judged)
+    good, found = built(replace(CONFIG, batch_size=64), budget=64), list[lossless.Finding]()
+    with lossless.worsened(good):
+        found = [lossless.greedy(good, PROMPTS, 2 * N_TOKENS), lossless.samples(good, PROMPTS[:2], 4000)]
+    assert not all(one.passed for one in found), [one.line for one in found]
+
+
+def test_what_refuses_no_draft_is_not_called_tested() -> None:
+    good, none = built(budget=64), built(policy="lookup", ngram=8)
+    for one, prompts, said in (good, PROMPTS[:1], "all drafts were accepted"), (none, [[1]], "nothing was drafted"):
+        finding = lossless.tested(lossless.greedy(one, prompts, 4), one)
+        assert not finding.passed and said in finding.text
 
 
 @pytest.mark.parametrize("judged", [from_p, of_a_neighbour])
