@@ -11,17 +11,11 @@ from gpt_fast_sd.model import Transformer
 VIEWS = list(registry.VIEWS)
 # name -> the draft settings for small models; the policy is the name unless stated otherwise
 POLICIES: dict[str, dict[str, Any]] = {
-    "streaming": {"budget": 24},
-    "full": {},
-    "snapkv": {"budget": 64, "refresh": 4},
-    "quest": {"budget": 48},
-    "guided": {"budget": 48},
-    "standalone": {"budget": 24},
-    "early_exit": {"budget": 24},
-    "lookup": {"ngram": 2},
+    "streaming": {"budget": 24}, "full": {}, "snapkv": {"budget": 64, "refresh": 4}, "quest": {"budget": 48},
+    "guided": {"budget": 48}, "standalone": {"budget": 24}, "early_exit": {"budget": 24}, "lookup": {"ngram": 2},
     "hierarchy": {"budget": 24},
     "hierarchy over standalone": {"policy": "hierarchy", "budget": 24, "cheap": "standalone"},
-}
+}  # fmt: skip
 # drafts of half an int8 cache, for engines with one: a policy that needs it, and others that may
 PLANES: dict[str, dict[str, Any]] = {
     "quantized": {},

@@ -53,19 +53,13 @@ def fields_of(theirs: Any) -> dict[str, Any]:
     config = theirs.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
-        ".vocab_size": config.vocab_size,
-        ".context_length": config.max_position_embeddings,
-        ".embedding_length": config.hidden_size,
-        ".block_count": config.num_hidden_layers,
-        ".feed_forward_length": config.intermediate_size,
-        ".attention.head_count": config.num_attention_heads,
-        ".attention.head_count_kv": config.num_key_value_heads,
-        ".attention.key_length": head_dim,
-        ".attention.value_length": head_dim,
-        ".attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        ".rope.freq_base": config.rope_parameters["rope_theta"],
-        ".rope.dimension_count": head_dim,
-    }
+        ".vocab_size": config.vocab_size, ".context_length": config.max_position_embeddings,
+        ".embedding_length": config.hidden_size, ".block_count": config.num_hidden_layers,
+        ".feed_forward_length": config.intermediate_size, ".attention.head_count": config.num_attention_heads,
+        ".attention.head_count_kv": config.num_key_value_heads, ".attention.key_length": head_dim,
+        ".attention.value_length": head_dim, ".attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        ".rope.freq_base": config.rope_parameters["rope_theta"], ".rope.dimension_count": head_dim,
+    }  # fmt: skip
 
 
 def tensors_of(theirs: Any, kind: Kind) -> dict[str, tuple[np.ndarray, Kind]]:

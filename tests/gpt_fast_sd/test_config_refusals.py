@@ -93,16 +93,14 @@ def test_a_draft_whose_fields_do_not_fit_each_other_is_refused_in_a_sentence(fie
 @pytest.mark.parametrize(
     ("fields", "view", "most"),
     [
-        ({}, None, 0),
-        ({"policy": "full"}, "full", max(GAMMA_TIERS)),
+        ({}, None, 0), ({"policy": "full"}, "full", max(GAMMA_TIERS)),
         ({"policy": "streaming", "gamma": 16}, "streaming", 16),
         ({"policy": "lookup", "budget": 1, "gamma": 2}, None, 2),
         ({"policy": "standalone", "draft_model": "m", "view": "snapkv", "gamma": 1}, "snapkv", 1),
-        ({"policy": "hierarchy", "view": "guided", "gamma": 3}, "guided", 3),
-        (OVER | {"gamma": 3}, "streaming", 3),
+        ({"policy": "hierarchy", "view": "guided", "gamma": 3}, "guided", 3), (OVER | {"gamma": 3}, "streaming", 3),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_draft_knows_its_view_and_how_far_it_looks_ahead(fields: dict[str, Any], view: str | None, most: int) -> None:
     draft = DraftConfig(**fields)
     assert (draft.view_name, draft.max_gamma) == (view, most)

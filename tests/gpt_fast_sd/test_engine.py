@@ -25,12 +25,9 @@ from tests.helpers import ByteTokenizer, few, random_ids, tiny_config, tiny_engi
 LENGTHS = [1, 2, 700, 3, 255, 256, 257, 10, 511, 512, 513, 7, 90]
 PROMPTS = [random_ids(n, seed=n + i) for i, n in enumerate(LENGTHS)]
 SAMPLED = [
-    {"temperature": 0.8},
-    {"temperature": 1.2, "top_k": 20},
-    {"temperature": 1.0, "top_p": 0.8},
-    {"temperature": 0.0},
+    {"temperature": 0.8}, {"temperature": 1.2, "top_k": 20}, {"temperature": 1.0, "top_p": 0.8}, {"temperature": 0.0},
     {"temperature": 1.5, "min_p": 0.05},
-]
+]  # fmt: skip
 
 
 def engine(config: ModelConfig | None = None, **settings: Any) -> Engine:

@@ -37,15 +37,11 @@ CPU = torch.device("cpu")
 CONFIG = tiny_config(vocab_size=256, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=128)
 LLAMA3 = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=256)
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "tied": {"tie_embeddings": True},
-    "qwen2": {"qkv_bias": True, "tie_embeddings": True},
-    "qwen3": {"qk_norm": True},
-    "one kv head": {"n_kv_heads": 1},
-    "80 dims": {"head_dim": 80},
+    "llama": {}, "tied": {"tie_embeddings": True}, "qwen2": {"qkv_bias": True, "tie_embeddings": True},
+    "qwen3": {"qk_norm": True}, "one kv head": {"n_kv_heads": 1}, "80 dims": {"head_dim": 80},
     "llama3": {"rope_scaling": LLAMA3},
     "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=256)},
-}
+}  # fmt: skip
 CACHES = "bf16", "int8", "planes"
 ENDS = (5, 300, 690)  # of the rows
 

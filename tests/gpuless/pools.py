@@ -287,15 +287,11 @@ def stand_in(rule: str) -> Iterator[Cuda]:
     cuda, perf_counter = Cuda(rule), time.perf_counter
     replaced: dict[str, Callable[..., Any]] = {
         "CUDAGraph": lambda *args, **kwargs: Graph(cuda, *args, **kwargs),
-        "Event": lambda **options: Event(cuda, **options),
-        "Stream": cuda.stream_of_pool,
-        "stream": cuda.on,
-        "current_stream": lambda device=None: cuda.current,
-        "graph_pool_handle": cuda.graph_pool_handle,
-        "synchronize": cuda.synchronize,
-        "empty_cache": cuda.empty_cache,
+        "Event": lambda **options: Event(cuda, **options), "Stream": cuda.stream_of_pool, "stream": cuda.on,
+        "current_stream": lambda device=None: cuda.current, "graph_pool_handle": cuda.graph_pool_handle,
+        "synchronize": cuda.synchronize, "empty_cache": cuda.empty_cache,
         "current_blas_handle": cuda.current_blas_handle,
-    }
+    }  # fmt: skip
     torch.utils._device._device_constructors()  # keeps for good what torch.empty is at the first call
     with contextlib.ExitStack() as patches:
         for name, what in replaced.items():

@@ -75,17 +75,12 @@ def test_a_position_baked_in_and_a_buffer_replaced_show_in_a_replay(steps: Calla
 
 
 HOST_READS: dict[str, Callable[[Tensor], Any]] = {
-    "int": lambda x: int(x.max()),
-    "if": lambda x: 1 if x.sum() > 3 else 0,
-    "slice": lambda x: x[: x[0]],
-    "nonzero": lambda x: x.nonzero(),
-    "boolean index": lambda x: x[x > 1],
-    "boolean assignment": lambda x: x.__setitem__(x > 1, x[:1]),
-    "unique": lambda x: x.unique(),
-    "repeat_interleave": lambda x: x.repeat_interleave(x),
-    "equal": lambda x: torch.equal(x, x + 1),
+    "int": lambda x: int(x.max()), "if": lambda x: 1 if x.sum() > 3 else 0, "slice": lambda x: x[: x[0]],
+    "nonzero": lambda x: x.nonzero(), "boolean index": lambda x: x[x > 1],
+    "boolean assignment": lambda x: x.__setitem__(x > 1, x[:1]), "unique": lambda x: x.unique(),
+    "repeat_interleave": lambda x: x.repeat_interleave(x), "equal": lambda x: torch.equal(x, x + 1),
     "tolist": lambda x: x.tolist(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("inference", [False, True])

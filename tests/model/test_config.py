@@ -27,43 +27,22 @@ MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
 # each; Yi-6B is not in it, and of LLaMA-2-7B-32K it has no positions: those are in MagicDec's own table
 # (github.com/Infini-AI-Lab/MagicDec, Engine/SnapKV/model.py). Ids are those of the base models' config.json.
 PUBLISHED_SIZES = {
-    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
-    "togethercomputer/LLaMA-2-7B-32K": 6_738_415_616,
-    "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
-    "meta-llama/Llama-3.1-8B": 8_030_261_248,
-    "meta-llama/Llama-3.1-70B": 70_553_706_496,
-    "meta-llama/Llama-3.2-1B": 1_235_814_400,
-    "meta-llama/Llama-3.2-3B": 3_212_749_824,
-    "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": 1_100_048_384,
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
-    "TinyLlama/TinyLlama_v1.1": 1_100_048_384,
-    "JackFram/llama-68m": 68_030_208,
-    "NousResearch/Yarn-Llama-2-7b-128k": 6_738_415_616,
-    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
-    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
-    "meta-llama/Meta-Llama-3-70B": 70_553_706_496,
-    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
-    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
-    "Qwen/Qwen2.5-0.5B": 494_032_768,
-    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
-    "Qwen/Qwen2.5-3B": 3_085_938_688,
-    "Qwen/Qwen2.5-7B": 7_615_616_512,
-    "Qwen/Qwen2.5-14B": 14_770_033_664,
-    "Qwen/Qwen2.5-32B": 32_763_876_352,
-    "Qwen/Qwen2.5-72B": 72_706_203_648,
-    "Qwen/Qwen3-0.6B": 596_049_920,
-    "Qwen/Qwen3-1.7B": 1_720_574_976,
-    "Qwen/Qwen3-4B": 4_022_468_096,
-    "Qwen/Qwen3-8B": 8_190_735_360,
-    "Qwen/Qwen3-14B": 14_768_307_200,
-    "Qwen/Qwen3-32B": 32_762_123_264,
-    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
-    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
-    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
-    "01-ai/Yi-6B": 6_061_035_520,
-    "01-ai/Yi-1.5-6B": 6_061_035_520,
-    "01-ai/Yi-1.5-34B": 34_388_917_248,
-}
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616, "togethercomputer/LLaMA-2-7B-32K": 6_738_415_616,
+    "meta-llama/Meta-Llama-3-8B": 8_030_261_248, "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496, "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824, "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": 1_100_048_384,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384, "TinyLlama/TinyLlama_v1.1": 1_100_048_384,
+    "JackFram/llama-68m": 68_030_208, "NousResearch/Yarn-Llama-2-7b-128k": 6_738_415_616,
+    "meta-llama/Llama-2-13b-hf": 13_015_864_320, "meta-llama/Llama-2-70b-hf": 68_976_648_192,
+    "meta-llama/Meta-Llama-3-70B": 70_553_706_496, "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552, "Qwen/Qwen2.5-0.5B": 494_032_768, "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688, "Qwen/Qwen2.5-7B": 7_615_616_512, "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352, "Qwen/Qwen2.5-72B": 72_706_203_648, "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976, "Qwen/Qwen3-4B": 4_022_468_096, "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200, "Qwen/Qwen3-32B": 32_762_123_264, "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120, "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+    "01-ai/Yi-6B": 6_061_035_520, "01-ai/Yi-1.5-6B": 6_061_035_520, "01-ai/Yi-1.5-34B": 34_388_917_248,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -149,13 +128,10 @@ def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | Non
 @pytest.mark.parametrize(
     ("in_config", "in_generation", "ends"),
     [
-        (2, None, (2,)),
-        ([2, 3], None, (2, 3)),
-        (2, {"eos_token_id": [5, 6, 7]}, (5, 6, 7)),
-        (2, {"eos_token_id": 9}, (9,)),
-        (2, {"temperature": 1.0}, (2,)),
+        (2, None, (2,)), ([2, 3], None, (2, 3)), (2, {"eos_token_id": [5, 6, 7]}, (5, 6, 7)),
+        (2, {"eos_token_id": 9}, (9,)), (2, {"temperature": 1.0}, (2,)),
     ],
-)
+)  # fmt: skip
 def test_generation_config_decides_the_end_of_text_ids(
     tmp_path: Path, in_config: object, in_generation: dict[str, Any] | None, ends: tuple[int, ...]
 ) -> None:

@@ -146,15 +146,12 @@ def test_a_file_made_of_a_sentencepiece_model_has_its_ids(prefix: bool, tmp_path
 @pytest.mark.parametrize(
     ("kind", "changes", "begins"),
     [
-        ("byte pairs", {}, False),
-        ("byte pairs", {"add_bos_token": True}, True),
-        ("byte pairs", {"pre": "llama-bpe"}, True),
-        ("byte pairs", {"pre": "llama-bpe", "add_bos_token": False}, False),
-        ("byte pairs", {"pre": "llama-bpe", "bos_token_id": None}, False),
-        ("sentencepiece", {}, True),
+        ("byte pairs", {}, False), ("byte pairs", {"add_bos_token": True}, True),
+        ("byte pairs", {"pre": "llama-bpe"}, True), ("byte pairs", {"pre": "llama-bpe", "add_bos_token": False}, False),
+        ("byte pairs", {"pre": "llama-bpe", "bos_token_id": None}, False), ("sentencepiece", {}, True),
         ("sentencepiece", {"add_bos_token": False}, False),
     ],
-)
+)  # fmt: skip
 def test_a_text_begins_with_bos_if_file_or_kind_says_so(kind: str, changes: Any, begins: bool, tmp_path: Path) -> None:
     tokenizer, bos = load(write(tmp_path / "model.gguf", kind, **changes)), len(FOUND[kind]["tokens"]) - 5
     assert tokenizer.bos_id == (bos if begins else None)

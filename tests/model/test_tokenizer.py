@@ -29,16 +29,9 @@ CORPUS = [
 ]
 Made = Callable[..., Tokenizer]
 TEXTS = [
-    "Hello, the quick brown fox.",
-    "",
-    "x",
-    "It's 12345678 dogs",
-    "two  spaces\n\n\tand lines \r\n",
-    "Grüße aus 東京, Ελλάδα и Москва",
-    "🦊 👩‍👩‍👧 🏳️‍🌈 é",
-    "trailing space ",
-    "▁ is a character too",
-]
+    "Hello, the quick brown fox.", "", "x", "It's 12345678 dogs", "two  spaces\n\n\tand lines \r\n",
+    "Grüße aus 東京, Ελλάδα и Москва", "🦊 👩‍👩‍👧 🏳️‍🌈 é", "trailing space ", "▁ is a character too",
+]  # fmt: skip
 LLAMA_3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -158,7 +158,6 @@ def test_lines_that_make_no_sense_are_rejected_by_number(job: Job) -> None:
     assert rejects[0]["input"] == "{bad"
     said = job.capsys.readouterr().out
     assert "2 prompts continued" in said and f"{len(wrong)} lines were rejected" in said
-
     before = job.output.read_bytes(), job.rejected.read_bytes()
     assert job.code("--max-new-tokens", "4") == 4  # nothing is left, nothing comes twice
     assert before == (job.output.read_bytes(), job.rejected.read_bytes())
@@ -654,8 +653,6 @@ def test_parts_of_replicas_go_into_the_file_that_a_link_names(tmp_path: Path) ->
 
 def test_replicas_share_the_lines_and_skip_blank_ones(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", ["a", "b", "", "d", "e"])
-    assert [list(batch.Share(source, rank, 2).lines()) for rank in (0, 1)] == [
-        [(0, b"a"), (4, b"e")],
-        [(1, b"b"), (3, b"d")],
-    ]
-    assert [len(batch.Share(source, rank, 2)) for rank in (0, 1)] == [2, 2]
+    shares = [batch.Share(source, rank, 2) for rank in (0, 1)]
+    assert [list(share.lines()) for share in shares] == [[(0, b"a"), (4, b"e")], [(1, b"b"), (3, b"d")]]
+    assert [len(share) for share in shares] == [2, 2]

@@ -248,7 +248,6 @@ def test_a_comparison_shows_both_ways_side_by_side(prints: Says, tmp_path: Path)
     assert [len(kind) for kind in speeds] == [3, 3]
     assert plain["ratio"] == sorted(speeds[1])[1] / sorted(speeds[0])[1]
     assert stats["decode_tokens_per_second"] == sorted(speeds[1])[1]
-
     card = rows(shown)
     assert "plain" in shown and "speculative" in shown
     assert card["tokens/s"].split() == [*(f"{sorted(kind)[1]:,.1f}" for kind in speeds), f"{plain['ratio']:.2f}", "x"]
@@ -466,12 +465,11 @@ def test_a_document_stands_before_nothing_but_texts(refuses: Says, tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "drawn"),
     [
-        ([], (0.8, 0.03, 0.95, 400)),
-        (["--top-p", "0.5", "--seed", "3"], (0.8, 0.03, 0.5, 400)),
+        ([], (0.8, 0.03, 0.95, 400)), (["--top-p", "0.5", "--seed", "3"], (0.8, 0.03, 0.5, 400)),
         (["--temperature", "0.4", "--max-new-tokens", "7"], (0.4, None, None, 7)),
         (["--temperature", "0"], (0.0, None, None, 400)),
     ],
-)
+)  # fmt: skip
 def test_smollm2_continues_a_copybook_without_a_prompt(flags: list[str], drawn: tuple[float | None, ...]) -> None:
     args = generate.parse(["--model", "smollm2", *flags])
     (prompt,), (p,) = generate.read_requests(args, ByteTokenizer(), tiny_config(max_seq_len=40_000))

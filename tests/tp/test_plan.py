@@ -68,11 +68,10 @@ def test_a_tp_that_does_not_divide_the_processes_is_refused(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("changes", "tp", "wrong"),
     [
-        ({"n_heads": 12, "n_kv_heads": 4}, 8, "n_heads 12"),
-        ({"n_heads": 12, "n_kv_heads": 4}, 3, "n_kv_heads 4"),
+        ({"n_heads": 12, "n_kv_heads": 4}, 8, "n_heads 12"), ({"n_heads": 12, "n_kv_heads": 4}, 3, "n_kv_heads 4"),
         ({"ffn_dim": 50, "vocab_size": 260}, 4, "ffn_dim 50"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_split_evenly_is_refused_with_its_numbers(changes: dict[str, int], tp: int, wrong: str) -> None:
     with pytest.raises(ValueError, match=f"tp {tp} does not fit the model: it must divide .*({wrong})"):
         local_config(tiny_config(**changes), tp)

@@ -54,13 +54,10 @@ def fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 OPCODES: dict[str, Callable[..., Tensor]] = {
-    "mov.b32": lambda x: x,
-    "and.b32": lambda x, y: x & y,
-    "xor.b32": lambda x, y: x ^ y,
-    "prmt.b32": permute,
+    "mov.b32": lambda x: x, "and.b32": lambda x, y: x & y, "xor.b32": lambda x, y: x ^ y, "prmt.b32": permute,
     "fma.rn.bf16x2": fused,
     "sub.f16x2": lambda x, y: rounded(halves(x, torch.float16) - halves(y, torch.float16), torch.float16),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("INT8_TO_BF16", torch.bfloat16), ("INT8_TO_FP16", torch.float16)])

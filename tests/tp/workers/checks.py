@@ -441,13 +441,10 @@ def the_first_ranks_draws_are_everyones(parallel: Parallel, folder: Path) -> Non
 @check(MORE)
 def the_first_ranks_draws_count_for_all_whatever_drafts(parallel: Parallel, folder: Path) -> None:
     drawn_together(
-        parallel,
-        draft_of("lookup"),
-        draft_of("hierarchy", gamma=4),
-        draft_of("standalone", **SMALL),
+        parallel, draft_of("lookup"), draft_of("hierarchy", gamma=4), draft_of("standalone", **SMALL),
         draft_of("standalone", draft_tp=2, **SMALL),
         draft_of("hierarchy", cheap="standalone", gamma=4, draft_tp=1, **SMALL),
-    )
+    )  # fmt: skip
 
 
 @check(SELDOM)
@@ -597,11 +594,8 @@ def a_folder_is_loaded_and_decoded_by_all_ranks(parallel: Parallel, folder: Path
     save_hugging_face(tiny_model(wide_config()), place, dtype=torch.float32)
     save_hugging_face(tiny_model(wide_config(n_layers=1)), small, dtype=torch.float32)
     config = EngineConfig(batch_size=2, max_seq_len=400, dtype="fp32", device="cpu", compile=False)
-    for draft in (
-        DraftConfig(),
-        draft_of("standalone", draft_model=small, draft_tp=1),
-        draft_of("standalone", draft_model=small),
-    ):
+    other = draft_of("standalone", draft_model=small)
+    for draft in (DraftConfig(), dataclasses.replace(other, draft_tp=1), other):
         together = Engine.from_pretrained(place, config, draft, parallel=parallel)
         alone = Engine.from_pretrained(place, config, dataclasses.replace(draft, draft_tp=None))
         same_texts(together, alone, [GREEDY])
