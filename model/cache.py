@@ -52,7 +52,7 @@ def as_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     bits = scale.view(torch.int32)  # rounded to fp16 by hand: of .half().float() a compiler keeps neither
     rounded = ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32)
     # what fp16 has only whole steps for is rounded up: a smaller scale would cut the largest numbers off
-    scale = torch.where(scale < NORMAL, (scale / STEP).ceil() * STEP, rounded)
+    scale = torch.where(scale >= NORMAL, rounded, (scale / STEP).ceil() * STEP)  # of a NaN too: its bits would wrap
     return (wide / scale[..., None]).round().clamp(-127, 127).to(torch.int8), scale.half()
 
 

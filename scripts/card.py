@@ -12,6 +12,7 @@ from typing import Any
 
 from comparing import Comparison
 from gpt_fast_sd import Completion, DraftConfig, Engine
+from gpt_fast_sd.loading.fit import copies
 from gpt_fast_sd.policies.auto import AutoDraft
 from gpt_fast_sd.policies.registry import VIEWS
 from gpt_fast_sd.quantization.table import bytes_held
@@ -97,7 +98,8 @@ def found(engine: Engine) -> Rows:
         when = "tried" if one.rounds else "not tried" if one.acceptance is None else "tried before"
         kept = "by its steps alone" if one.acceptance is None else f"{one.acceptance:.0%} of first drafts kept"
         rows.append((when, f"{one.name}: {one.rounds:,} rounds, {one.speed:.2f} x of plain, {kept}"))
-    if no_copies := {"int4", "int8"} - {arm.quantize for arm in engine.policy.arms} - {engine.config.quantize}:
+    arms = {arm.quantize for arm in engine.policy.arms} | {engine.config.quantize}
+    if no_copies := {*copies(engine._plan.system)} - arms:
         asked, shared = engine.draft.quantize, engine.parallel.tp > 1
         why = f"{asked} was asked for" if asked else "ranks share the model" if shared else "no room here"
         rows.append(("no copies", f"{', '.join(sorted(no_copies))}: {why}"))

@@ -261,7 +261,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--draft-kv-bits", type=int, choices=KV_BITS, help="that drafts read of an int8 cache's numbers (default: all)")
     add(
         "--estimate", choices=list(ESTIMATES), help="what kernels reach: roofline, all of the rates; good, as "
-        "public ones; expected, as ours were estimated to (default: that, but for measured or given rates roofline)",
+        "public ones; expected, as ours did on an H200 (default: that, but for measured or given rates roofline)",
     )  # fmt: skip
     add("--measured", metavar="FILE", type=Path, help="a sweep of benchmark.py, beside what is predicted for it")
     add("--json", metavar="FILE", type=Path, help="write everything there")

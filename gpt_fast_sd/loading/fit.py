@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -115,9 +114,9 @@ def plan_for(system: System) -> MemoryPlan:
         precisions.pop()
 
 
-FEW_ROWS = (
-    8  # for 16 torch's int4 products take twice as long as bf16's, for one half as long: an H200, benchmarks/h200
-)
+# For 16 rows torch's int4 products take twice as long as bf16's, for one half as long (an H200, benchmarks/h200); in
+# between nothing was timed.
+MOST_INT4_ROWS = 4
 
 
 def copies(system: System) -> list[str]:
@@ -125,9 +124,12 @@ def copies(system: System) -> list[str]:
 
     On CUDA int4 for few rows, and float8 where it runs: there int8 reads a weight no faster than bf16.
     """
-    of_8_bits = next(filter(partial(_may_draft, system), ("float8", "int8")), None)
-    of_4_bits = "int4" if system.device.type != "cuda" or system.config.batch_size <= FEW_ROWS else None
-    return [name for name in (of_4_bits, of_8_bits) if name and _may_draft(system, name)]
+    names = [name for name in ("int4", "float8", "int8") if _may_draft(system, name)]
+    if "float8" in names and "int8" in names:
+        names.remove("int8")
+    if "int4" in names and system.device.type == "cuda" and system.config.batch_size > MOST_INT4_ROWS:
+        names.remove("int4")
+    return names
 
 
 def _may_draft(system: System, precision: str) -> bool:

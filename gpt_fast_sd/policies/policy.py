@@ -149,24 +149,24 @@ class DraftPolicy(RoundHooks, PolicyCosts):
         raise NotImplementedError
 
 
-def wrong_with(draft: Draft, gamma: int, vocabulary: int) -> str:
+def wrong_with(draft: Draft, gamma: int, vocabulary: int, active: Tensor) -> str:
     """What no policy may propose, in a phrase; "" for a draft that may be judged. The host reads its values.
 
-    The ids of its tokens are in the vocabulary; a NaN in q is the model's. That each token was drawn from its q cannot
-    be seen in one draft: scripts/verify.py tests it.
+    active: bool [B], the rows that have a request. The ids of its tokens are in the vocabulary; a NaN in q is the
+    model's. That each token was drawn from its q cannot be seen in one draft: scripts/verify.py tests it.
     """
     tokens, q, count = draft.tokens, draft.q, draft.count
     n_rows, width = tokens.shape
     if width > gamma or tokens.dtype != torch.int64:
         return f"tokens of shape {[*tokens.shape]} and {tokens.dtype}, not int64 [{n_rows}, at most {gamma}]"
-    if count.shape != (n_rows,) or count.dtype != torch.int64 or ((count < 0) | (count > width)).any():
+    if count.shape != (n_rows,) or count.dtype != torch.int64 or (active & ((count < 0) | (count > width))).any():
         return f"counts {count.tolist()}, not int64 from 0 to {width} for each of {n_rows} rows"
-    counts = torch.arange(width, device=tokens.device) < count[:, None]  # [B, gamma]
+    counted = active[:, None] & (torch.arange(width, device=tokens.device) < count[:, None])  # [B, width]
     if q is None:
         return ""
     if q.shape != (n_rows, width, vocabulary) or q.dtype != torch.float32:
         return f"q of shape {[*q.shape]} and {q.dtype}, not fp32 {[n_rows, width, vocabulary]}"
-    sums, own = q.sum(-1)[counts], q.gather(-1, tokens[..., None])[..., 0][counts]
+    sums, own = q.sum(-1)[counted], q.gather(-1, tokens[..., None])[..., 0][counted]
     if (far := sums[(sums - 1).abs() > 1e-3]).numel():
         return f"a q that sums to {float(far[0]):g}, not to 1"
     return "a token whose own q is 0, from which it cannot have been drawn" if (own <= 0).any() else ""

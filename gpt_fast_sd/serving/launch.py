@@ -112,7 +112,8 @@ class Rounds(Round):
         self._baked: tuple[object, ...] = ()
         self.capture_seconds = 0.0  # that captures have taken so far
         self._uncapturable: set[tuple[object, ...]] = set()  # keys of parts that run as they are
-        self._told = self._drafts = False  # that there are such; whether a round feeds what its policy proposed
+        self._told = False  # that there are such
+        self._drafts = self._capturing = self._empty = False  # of the round that is under way: see _look
         self._warm: set[tuple[object, ...]] = set()
         self._pinned: list[Tensor] = []  # pinned host buffers, one per round in flight
         self._launched = 0
@@ -186,28 +187,27 @@ class Rounds(Round):
 
     def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
         """See Round.feed; ValueError for the first drafts if the model has no such tokens, which would end a GPU."""
-        if self._drafts and tokens.shape[1] > 1 and self._looks_at("tokens"):
-            n_rows = len(self.target.model.embedding.weight)
-            outside = tokens[(tokens < 0) | (tokens >= n_rows)]
-            self._require("" if not len(outside) else f"token {int(outside[0])}, where the model has {n_rows:,}")
+        if self._drafts and tokens.shape[1] > 1:
+            self._look("tokens", lambda: _outside(tokens, len(self.target.model.embedding.weight)))
         return super().feed(tokens, n_keys)
 
     def accept(self, logits: Tensor, draft: Draft, kind: Kind) -> Tensor:
         """See Round.accept; ValueError where the first draft of its kind is none that a policy may propose."""
-        if draft.tokens.shape[1] and self._looks_at(kind):
-            self._require(wrong_with(draft, logits.shape[1] - 1, logits.shape[2]))
+        if draft.tokens.shape[1]:
+            self._look(kind, lambda: wrong_with(draft, logits.shape[1] - 1, logits.shape[2], self.state.active))
         return super().accept(logits, draft, kind)
 
-    def _looks_at(self, what: object) -> bool:
-        """Once for each arm, before its rounds are captured, in which the host reads nothing; ranks hold parts."""
-        key = "looked at", what, self.arm
-        first = key not in self._warm and self.target.group.size == 1
-        self._warm.add(key)
-        return first
+    def _look(self, what: object, wrong: Callable[[], str]) -> None:
+        """Once for each arm over empty slots, and once more over requests unless rounds are captured by then.
 
-    def _require(self, wrong: str) -> None:
-        if wrong:
-            raise ValueError(f"draft policy {type(self.policy.now if self.policy else None).__name__} proposed {wrong}")
+        In a capture the host reads nothing; ranks hold parts.
+        """
+        key = "looked at", what, self.arm, self._empty
+        if key in self._warm or self._capturing or self.target.group.size > 1:
+            return
+        if said := wrong():
+            raise ValueError(f"draft policy {type(self.policy.now if self.policy else None).__name__} proposed {said}")
+        self._warm.add(key)
 
     def begin(self) -> Begun | None:
         """Mark on the device where a round begins, its policy's part included; None where rounds are read at once.
@@ -240,7 +240,12 @@ class Rounds(Round):
                         self.policy.device_refresh(self.state, 1)
                         self._warm.add(("refresh",))
                     # as a round to capture: no operator may run for the first time in one
-                    self.device_round(RoundPlan(gamma=gamma, n_keys=1, kind=kind, captured=self.capture is not None))
+                    plan = RoundPlan(gamma=gamma, n_keys=1, kind=kind, captured=self.capture is not None)
+                    self._empty = True
+                    try:
+                        self.device_round(plan)
+                    finally:
+                        self._empty = False
                     self._warm.add((gamma, kind, self.arm if gamma else 0))
         if self.replay and place is not None:  # these rounds must not advance the replay
             self.replay.place.copy_(place)
@@ -332,6 +337,7 @@ class Rounds(Round):
         """
         why = ""
         for _ in range(2):
+            self._capturing = True
             try:
                 return capture(part)
             except Exception as error:
@@ -339,6 +345,8 @@ class Rounds(Round):
                 if not (self.falls_back and all(map(is_of_capturing, causes))):
                     raise
                 why = str(causes[-1]).strip().partition("\n")[0] or type(causes[-1]).__name__
+            finally:
+                self._capturing = False
             self.forget()  # those captured before may have lost memory that they shared with this one
         if not self._told:
             self._told = True
@@ -386,6 +394,12 @@ class Rounds(Round):
         if traits_of(self.target.device).captures:
             self.wait(torch.cuda.current_stream(self.target.device).record_event())
             torch.cuda.synchronize(self.target.device)
+
+
+def _outside(tokens: Tensor, n_rows: int) -> str:
+    """What is wrong with tokens of which a model with so many rows in its embedding lacks one."""
+    outside = tokens[(tokens < 0) | (tokens >= n_rows)]
+    return f"token {int(outside[0])}, where the model has {n_rows:,}" if len(outside) else ""
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -77,10 +77,10 @@ PRACTICAL = Efficiency(
 )  # fmt: skip
 # What is expected of ours: the kernels of steps that one H200 ran, Llama-3.1-8B in bf16, 15 or 16 rows of 57,344 (a
 # profile of each; the steps themselves: benchmarks/h200). Other chips may be farther from their data sheets.
-# - products of bf16 take 4.03 ms, of float8 2.31 and what makes rows float8 0.5, of int8 some 3.9 (its kernel alone);
-#   torch's int4 does 29 TFLOP/s, so that 16 rows take 4.4 times as long as one, which reaches 2.2 TB/s;
-# - dense attention of one query reads 4.57 TB/s; of 6 and 9 it takes 6 and 7 % longer, with mass another 9 %;
-# - 356 and 420 kernels of a step take 0.5 to 0.9 ms beside products and the bytes of attention;
+# - products of bf16 take 4.03 ms, of float8 2.31 and what makes rows float8 0.4 to 0.5, of int8 some 3.9 (its kernel
+#   alone); torch's int4 does 29 TFLOP/s, so that 16 rows take 4.2 times as long as one, which reaches 2.2 TB/s;
+# - dense attention of one query reads 4.57 TB/s in its splits; of 6 and 9 6 and 7 % longer, with mass 9 more;
+# - 423 to 457 kernels of a step take 0.5 to 0.9 ms beside products and the bytes of attention;
 # - judging takes 0.08 ms, selecting for 32 layers 0.27.
 MEASURED = {"int8": 0.51, "float8": 0.72, "int4": 0.6}
 EXPECTED = Efficiency(

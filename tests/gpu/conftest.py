@@ -107,8 +107,8 @@ def pytest_configure(config: pytest.Config) -> None:
 class Outcomes:
     """Leaves out what has passed, and has each outcome on the disk as soon as it is known.
 
-    A test that ends its process, or with which the process is ended, is there as one that did not end. Of several
-    processes (pytest -n) the first alone writes, and tells the others what had passed before any of them began.
+    A test that ends its process, or with which the process is ended, is there as one that did not end, or among
+    several processes (pytest -n) as failed. Of these the first alone writes, and tells the others what was so before.
     """
 
     def __init__(self, path: Path, on: Any, told: dict[str, Any] | None = None) -> None:
@@ -142,7 +142,7 @@ class Outcomes:
         passed = [item for item in items if self.before.get(item.nodeid) == "passed"]
         config.hook.pytest_deselected(items=passed)
         items[:] = [item for item in items if item not in passed]
-        items.sort(key=lambda item: item.nodeid in self.before)
+        items.sort(key=lambda item: self.before.get(item.nodeid, "not run") != "not run")
         self.expect([item.nodeid for item in items])
 
     def expect(self, tests: list[str]) -> None:

@@ -83,6 +83,8 @@ def test_scales_are_within_what_fp16_holds() -> None:
         assert (meant(data, stored) - x).abs().max() <= 0.51 * float(stored)
     data, stored = as_int8(torch.tensor([1e9, -2e9, 1.0]))  # what no scale reaches is cut off
     assert data.tolist() == [127, -127, 0] and float(stored) == 65504.0
+    nan = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1], dtype=torch.int32).view(torch.float32)  # CUDA's, and CPUs'
+    assert as_int8(nan[:, None].expand(3, H))[1].isnan().all()
     data, stored = as_int8(torch.zeros(2, H))
     assert data.eq(0).all() and stored.gt(0).all()
 

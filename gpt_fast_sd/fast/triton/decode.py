@@ -46,7 +46,7 @@ from .common import (
 )
 from ...config import PAGES
 
-# Timed on an H200, 16 rows of 57,856 bf16 entries: eight splits at once by four warps took twice as long.
+# Timed on an H200, 16 rows of 57,856 bf16 entries: eight splits at once by four warps took three times as long.
 MERGED, MERGE_WARPS = 16, 2  # splits that the merge reads at once
 MASS_UNITS, MASS_ROWS = 64, 16  # sums, and rows of them, that a program adds up at once
 
@@ -65,9 +65,9 @@ class Config(NamedTuple):
 # keys of a block must not depend on the rows of a tile: the order of sums follows from them.
 #
 # Estimated; for bf16 heads of 128 timed as well (an H200, 16 rows of 57,856 entries, 1, 6 and 9 queries), beside 15
-# others (32, 64 and 128 keys, 4 and 8 warps, 2 to 4 stages): none is faster by more than 1 %. A thread block has
-# stages - 1 blocks of keys and of values in flight from memory while it computes: 64 keys of 128 bf16 are 16 KiB, keys
-# and values 32 KiB. By Little's law an SM needs 36 KB in flight for
+# others (32, 64 and 128 keys, 4 and 8 warps, 2 to 4 stages), in splits of 2,048: none is faster by more than 1 %. A
+# thread block has stages - 1 blocks of keys and of values in flight from memory while it computes: 64 keys of 128 bf16
+# are 16 KiB, keys and values 32 KiB. By Little's law an SM needs 36 KB in flight for
 # 4.8 TB/s (H200: 132 SMs, 1 us), 19 KB for 2 TB/s (A100: 108 SMs). The aim is two thread blocks per SM, one to compute
 # while the other waits at a barrier; shared memory then allows 113 KiB each on Hopper, 81 on Ampere. 64 rows of 128
 # dims take 112, and with mass half a KiB more, through which the sums of pages are stored: a whole KiB would be exactly
@@ -365,16 +365,16 @@ def _attend(
     n_splits = triton.cdiv(n_keys, split)
     unit = 0 if page is None else min(page, block_n)
 
-    def fp32(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    part, lse = fp32(n_splits, n_bk, n_rows, head_dim), fp32(n_splits, n_bk, n_rows)
+    part, lse = empty(n_splits, n_bk, n_rows, head_dim), empty(n_splits, n_bk, n_rows)
     sums = maxima = mass = None
     if page is not None:
         narrow = torch.float32 if q.dtype == torch.float32 else torch.float16
-        sums = fp32(n_bk, n_splits * split // unit, n_rows, dtype=narrow)
-        maxima = fp32(n_bk, n_splits * split // block_n, n_rows)
-        row_lse, mass = fp32(n_bk, n_rows), fp32(n_batch, n_kv, n_keys // page)
+        sums = empty(n_bk, n_splits * split // unit, n_rows, dtype=narrow)
+        maxima = empty(n_bk, n_splits * split // block_n, n_rows)
+        row_lse, mass = empty(n_bk, n_rows), empty(n_batch, n_kv, n_keys // page)
     split_kernel[triton.cdiv(n_rows, block_r), n_bk, n_splits](
         q, *layer.operands, pos, part, lse, sums, maxima, n_tokens, n_keys, split,
         *strides(q, 3), *strides(layer.k, 2), *strides(layer.v, 2), *strides(layer.k_scale, 2), *pos.stride(),
