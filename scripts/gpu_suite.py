@@ -49,6 +49,7 @@ from measuring.machine import environment
 PROGRAM = "gpu_suite.py"
 ALL_FINE, SOMETHING_WRONG, STAGES_LEFT = 0, 1, 3
 DONE, FAILED, LEFT = "done", "failed", "left"
+MEMORY_OF_TESTS = 4e9  # bytes of the device that a process of tests may take
 SPARE = 5.0  # seconds of the budget kept for the page
 
 
@@ -82,7 +83,7 @@ def tests(name: str, seconds: int, about: str, processes: int = 1) -> Stage:
         file, found = f"tests/gpu/test_{name}.py", setup.out.resolve() / "tests.json"
         tree = {"tree": tree_of(), "device": setup.device_name}
         options = ["-s", "-q", "-p", "no:cacheprovider", "-m", "gpu" if setup.on_cuda else "not gpu"]
-        at_once = min(processes, (os.cpu_count() or 1) // 2)
+        at_once = min(processes, (os.cpu_count() or 1) // 2, int(setup.memory // MEMORY_OF_TESTS))
         options += ["-n", str(at_once)] if at_once > 1 and importlib.util.find_spec("xdist") else []
         how = ["--outcomes", str(found), "--outcomes-on", json.dumps(tree)]
         code = subprocess.run([sys.executable, "-m", "pytest", *options, *how, file], cwd=ROOT, check=False).returncode

@@ -45,7 +45,7 @@ class Float8Linear(Int8Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]"""
         rows, own = scaled(x.reshape(-1, x.shape[-1]), FLOAT8)  # [M, I], [M]
-        out = product(rows, self.weight, self.one) * (own[:, None] * self.scale)
+        out = product(rows, self.weight, self.one).float().mul_(own[:, None]).mul_(self.scale)
         out = out if self.bias is None else out + self.bias.float()
         return out.to(x.dtype).view(*x.shape[:-1], len(self.weight))
 
