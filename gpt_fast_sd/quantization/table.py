@@ -109,7 +109,7 @@ TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
     "int4": {
         "cpu": Precision(of=int4_in_blocks, per_weight=0.5 + 4 / BLOCK, inputs=BLOCK, widened=11),
         "cuda": Precision(
-            of=int4_of, per_weight=0.5 + 4 / GROUP, per_row=0, beside=8, evens=False, inputs=GROUP, outputs=8,
+            of=int4_of, per_weight=0.5 + 4 / GROUP, per_row=0, beside=10, evens=False, inputs=GROUP, outputs=8,
             padded=1024, only_bf16=True,
         ),
     },

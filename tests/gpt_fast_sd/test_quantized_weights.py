@@ -203,7 +203,7 @@ def test_keys_of_float8_weights_are_equalized_by_their_scales_and_no_bit_changes
 
 
 # fp32 numbers that are kept beside each row that is quantized at a time
-BESIDE = {("int8", "cpu"): 5, ("int4", "cpu"): 16, ("float8", "cuda"): 4, ("int4", "cuda"): 8}
+BESIDE = {("int8", "cpu"): 5, ("int4", "cpu"): 16, ("float8", "cuda"): 4, ("int4", "cuda"): 10}
 
 
 @pytest.mark.parametrize(("name", "place"), few(BESIDE, list(BESIDE)[:3]))
@@ -485,7 +485,7 @@ def test_quantized_drafts_change_no_token(precision: str, name: str) -> None:
     assert one.stats.drafted > 0 and is_untouched(one.model, before)
     assert all(has_precision(runner.model, precision) for runner in drafters(one))
     caches = {runner.cache.layers[0].k.data_ptr() for runner in drafters(one)}
-    assert one.cache.layers[0].k.data_ptr() in caches or "stand" in name
+    assert one.cache.layers[0].k.data_ptr() in caches or small is not None
     if small is not None:
         assert {type(m) for m in small.modules() if isinstance(m, nn.Linear)} == {Linear}
 

@@ -68,7 +68,8 @@ def test_between_two_rounds_there_is_one_chunk_at_most(name: str, kind: str, ord
     They write for idle rows, too: a draft from where the row stands, a second model from a token or two before.
     """
     one, seen = KINDS[kind](name), []
-    calls, models = order(one), 2 if "standalone" in name else 1
+    turned = "past" in name  # its model's keys are not those of one prefill
+    calls, models = order(one), 2 if "standalone" in name or turned else 1
     fill = one.schedule._fill
 
     def watched() -> bool:
@@ -78,7 +79,8 @@ def test_between_two_rounds_there_is_one_chunk_at_most(name: str, kind: str, ord
         for prefill in (one._prefill, own_prefill(one)):
             if prefill and one.schedule.arrival is None:
                 found = entries(prefill.runner.cache, arrival.slot, len(body))
-                assert all(map(torch.equal, found, prefilled(prefill.runner, body)))
+                own = turned and prefill is not one._prefill
+                assert own or all(map(torch.equal, found, prefilled(prefill.runner, body)))
                 seen.append(len(body))
         return computed
 
