@@ -55,7 +55,7 @@ SPARE = 5.0  # seconds of the budget kept for the page
 
 @dataclass(frozen=True)
 class Stage:
-    """One process of the suite. seconds: its estimated time on a GPU of 2024, compiling included."""
+    """One process of the suite. seconds: estimated, on a GPU of 2024 beside 16 cores, compiling included."""
 
     name: str
     seconds: int
@@ -103,7 +103,7 @@ def timings(name: str, seconds: int, about: str, run: Callable[..., Any] = timed
 def cell(name: str, context: int, arm: Arm) -> Stage:
     rows = f"{(FULL | ALONE)[context]} rows of {context:,} at most"
     about = f"{arm.policy}, {arm.quantize or 'the target as its'} weights, {rows}: steps, and replay of {arm.name}"
-    return Stage(f"{name}-{context}-{arm.quantize if name == 'precision' else arm.name}", 240, about,
+    return Stage(f"{name}-{context}-{arm.quantize if name == 'precision' else arm.name}", 90, about,
                  lambda setup: timed_cell(setup, context, arm))  # fmt: skip
 
 
@@ -132,13 +132,13 @@ STAGES = {
     stage.name: stage
     for stage in (  # in the order in which they are worth having: the time on a chip may end after any
         # does it run at all, by the default configuration; then the one number that all predictions depend on
-        tests("smoke", 90, "the bundled model as generate.py runs it"),
-        timings("decode-57344", 40, "dense attention of the headline cell", contexts=(57344,), widths=(1, 6, 9)),
-        Stage("machine", 30, "what runs, and measured bandwidth and matrix rate", machine),
+        tests("smoke", 180, "the bundled model as generate.py runs it"),
+        timings("decode-57344", 30, "dense attention of the headline cell", contexts=(57344,), widths=(1, 6, 9)),
+        Stage("machine", 15, "what runs, and measured bandwidth and matrix rate", machine),
         # a kernel that is wrong has no speed
-        tests("kernels", 240, "attention against fp64, selection against plain Python, filters against a sort", 8),
+        tests("kernels", 120, "attention against fp64, selection against plain Python, filters against a sort", 8),
         *(cell("cell", context, ARMS[arm]) for context, arm in HEADLINES),
-        tests("rounds", 400, "captured rounds beside others, each token; no host wait in a round, no idle row", 8),
+        tests("rounds", 180, "captured rounds beside others, each token; no host wait in a round, no idle row", 8),
         timings("decode", 120, "dense attention beside torch's", contexts=(4096, CONTEXT, 100_000), widths=(1, 6)),
         timings("formats", 90, "attention by what the cache holds", contexts=(CONTEXT,), widths=(1, 5), budgets=(1024,),
                 chunk=2048, by_format=True),

@@ -186,7 +186,7 @@ def test_a_suite_needs_a_gpu_and_its_tests_need_pytest(tmp_path: Path, monkeypat
 
 def test_the_smoke_test_comes_first_then_the_headline_kernel_and_every_file_of_tests_is_a_stage() -> None:
     order = list(STAGES)
-    assert order[:2] == ["test-smoke", "time-decode-57344"] and STAGES["test-smoke"].seconds <= 90
+    assert order[:2] == ["test-smoke", "time-decode-57344"] and STAGES["test-smoke"].seconds <= 180
     assert [name for name in order if name.startswith("cell-")][:2] == ["cell-57344-guided", "cell-57344-snapkv"]
     assert order.index("test-kernels") < order.index("cell-57344-guided")
     files = {path.stem for path in (ROOT / "tests" / "gpu").glob("test_*.py")} - {"test_interpreted"}
