@@ -106,7 +106,7 @@ def test_every_kernel_is_built_well(head_dim: int, dtype: torch.dtype, cap: int)
     for page in (16, 32, 64, 128):
         assert_all_lean(guided(cap, 100, 4, page), cap)
         for launch in bounds(cap, 4, head_dim, dtype, page=page):  # once per round, a few pages: 96 fp16 cost registers
-            assert launch.compiled.stack <= (32 if head_dim == 96 else 0) and launch.compiled.shared <= 48 << 10
+            assert launch.compiled.stack <= (56 if head_dim == 96 else 0) and launch.compiled.shared <= 48 << 10
     for n_tokens in (1, 5, 17):
         assert_quest_is_built_well(cap, n_tokens=n_tokens, head_dim=head_dim, dtype=dtype)
 
