@@ -42,8 +42,8 @@ class Config(NamedTuple):
 # entries of a block must not depend on the rows of a tile: the order of sums follows from them.
 #
 # Estimated. On an H200, 16 rows of bf16 heads of 128, the fastest of 60 ways took 34 us for 1,024 entries where this
-# one takes 37, and 23 for 512 where it takes 25; for one row and four no other gained more. Entries wait for their
-# list, so with s stages (s - 1) // 2 blocks of keys and values
+# one takes 37, and 23 for 512 where it takes 27; for one row and four, of 16 ways, up to 12 % less. Entries wait for
+# their list, so with s stages (s - 1) // 2 blocks of keys and values
 # are in flight while a program computes: 64 entries of 128 bf16 are 32 KiB, keys and values. Hopper takes two of them,
 # a whole chunk of 128 entries at once, and has shared memory for three such programs per SM, 192 KiB in flight; by
 # Little's law 36 KB are enough for 4.8 TB/s (132 SMs, 1 us). Ampere takes one, in three or four programs per SM. Tiles
