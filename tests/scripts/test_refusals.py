@@ -27,6 +27,8 @@ BUDGET = "--sweep budget --no-compile --batch 2 --context 96 --max-new-tokens 6"
 LOSSLESS = "--lossless --no-compile --prompts 3 --longest 90 --max-new-tokens 5 --batch 2"
 PRECISION = "--sweep precision --precisions none,none/int8,int8,int8/int8"
 DRAWN = "--draw x.json --plots x"
+SLOWEST = max(gpu_suite.STAGES.values(), key=lambda stage: stage.seconds)
+LONGEST = f"{SLOWEST.seconds + gpu_suite.SPARE:g} for {SLOWEST.name}"
 NOT_LOSSLESS = "pairs", "seconds", "context", "plots"
 PROGRAMS: dict[str, tuple[Callable[[list[str]], object], str]] = {  # and the flags before those that are wrong
     "generate.py": (generate.main, "--model bundled --no-compile --max-new-tokens 6 --gamma 2"),
@@ -193,9 +195,8 @@ REFUSED = {
     "steps.py": [("--batch 0", "--batch")],
     "gpu_suite.py": [
         ("--stages machine,lunch", "--stages names 'lunch'; there are test-smoke,"),
-        ("--budget-seconds 0", "--budget-seconds must be at least 405 for test-rounds, got 0"),
-        ("--budget-seconds nan", "--budget-seconds must be at least 405 for test-rounds, got nan"),
-        ("--stages machine,test-kernels --budget-seconds 100", "at least 245 for test-kernels, got 100"),
+        *((f"--budget-seconds {s}", f"--budget-seconds must be at least {LONGEST}, got {s}") for s in ("0", "nan")),
+        ("--stages machine,time-select --budget-seconds 10", "at least 35 for time-select, got 10"),
         ("--pairs 0", "--pairs must be at least 1, got 0"),
         ("--texts nowhere.txt", "there is no text file nowhere.txt"),
     ],
