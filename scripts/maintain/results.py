@@ -388,7 +388,7 @@ def front(folder: Path, readme: str) -> str:
     ends = {name: f"{min(ratios):.2f}x to {max(ratios):.2f}x" for name, ratios in made.items()}
     text = (
         f"On two cores of {here['cpu']} the first command below writes at **{ours / plain:.2f}x** the speed of plain "
-        "decoding. Over batches and contexts,\nat temperature 0.8, `--draft auto` makes "
+        "decoding. Over batches and contexts,\nsampled, `--draft auto` makes "
         f"{ends['sweep']} with SmolLM2-135M and {ends['long']} with the bundled model (the plot);\n"
         f"{equal} greedy rows equal plain decoding, token for token: [all figures]({place}/README.md). "
         "CPUs with more\narithmetic per byte [gained more](benchmarks/cpu/earlier.md), by earlier engines."
