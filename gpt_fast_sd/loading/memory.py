@@ -13,6 +13,7 @@ import torch
 from gpt_fast_sd.model import SPLIT, CacheFormat, ModelConfig
 from gpt_fast_sd.tp import local_config
 
+from ..fast import MOST_TILED
 from ..fast.devices import traits_of
 from ..policies import registry
 from ..policies.auto import AutoConfig
@@ -33,8 +34,9 @@ NODE = 64 * 2**10
 # Launches of a layer with bf16 weights and cache, of which attention has three with mass, and a copy of that; and of
 # everything else in a step. What the code of a GPU has is counted in tests.
 LAYER_NODES, STEP_NODES = 13, 30
-# of a layer with such a cache, weights or view, and of one that ranks share: two sums and their ends
-MORE_NODES = {"int8": 2, "planes": 4, "float8": 4, "quest": 4, "ranks": 4}
+# of a layer with such a cache, weights or view; of one that ranks share: two sums and their ends; and of one whose int8
+# weights many rows are multiplied with copies of
+MORE_NODES = {"int8": 2, "planes": 4, "float8": 4, "quest": 4, "ranks": 4, "copies": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,11 +233,10 @@ def _launches(system: System) -> int:
     layers = max(model.n_layers for model, _ in system.shapes)
     steps = steps_held(system.config.max_seq_len, system.draft, system.model.group_size)
     views = registry.policy_class(system.draft.policy).views(system.draft)
-    weights = {system.config.quantize, system.draft.quantize} & {"float8"}
-    more = sum(
-        MORE_NODES.get(str(name), 0)
-        for name in {system.format.name, *views, *weights, *(["ranks"] * (system.ranks > 1))}
-    )
+    weights = {system.config.quantize, system.draft.quantize}
+    copies = "int8" in weights and system.config.batch_size * (1 + system.draft.max_gamma) > MOST_TILED
+    others = [*(weights & {"float8"}), *(["ranks"] * (system.ranks > 1)), *(["copies"] * copies)]
+    more = sum(MORE_NODES.get(str(name), 0) for name in {system.format.name, *views, *others})
     return steps * ((LAYER_NODES + more) * layers + STEP_NODES)
 
 

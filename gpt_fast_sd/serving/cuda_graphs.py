@@ -30,6 +30,9 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
 # Before torch 2.13 a capture that fails leaves the allocator in the middle of it: nothing else can be captured then.
 FAILED_CAPTURES_END = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+# In that version one that cannot be ended counts as a user of its pool for good, so that what it took is never free
+# again: https://github.com/pytorch/pytorch/pull/190348
+KEEPS_POOLS = torch.__version__.partition("+")[0] == "2.13.0"
 # cudaErrorStreamCaptureUnsupported and those after it: the device goes on, the capture alone does not
 CAPTURE_ERRORS = range(900, 909)
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: the device goes on
@@ -90,7 +93,7 @@ class GraphPool:
 
     def passing(self, part: Callable[[], Result]) -> Callable[[], Result]:
         """The same for a graph that is freed while others stay, in its own memory. Two of them are freed together."""
-        return _replaying(*_captured(part, self._passing_stream, None))
+        return _replaying(*_captured(part, self._passing_stream, torch.cuda.graph_pool_handle()))
 
     def clear(self) -> None:
         """Free all graphs, none of which may be running; the pool can be captured into again."""
@@ -108,22 +111,34 @@ class GraphPool:
 
 
 def _captured(
-    part: Callable[[], Result], stream: torch.cuda.Stream, pool: _POOL_HANDLE | None
+    part: Callable[[], Result], stream: torch.cuda.Stream, pool: _POOL_HANDLE
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Capture part on a stream, into a pool or (None) into one of its own."""
+    """Capture part on a stream, into a pool."""
     torch.cuda.current_blas_handle()  # made for each thread at its first product, which must not be a captured one
     graph = torch.cuda.CUDAGraph()
     before = torch.cuda.stream(torch.cuda.current_stream(stream.device))
     # other threads, such as NCCL's watchdog, may continue to call CUDA
     capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    is_user = False
     try:
         # a capture that cannot be ended would leave its stream as the current one
         with before, no_garbage_collection(), capturing:
+            is_user = KEEPS_POOLS
             result = part()
     except BaseException:
+        if is_user and not _has_ended(graph):
+            torch._C._cuda_releasePool(stream.device.index, pool)
         graph.reset()  # now, and not when the traceback is freed
         raise
     return graph, result
+
+
+def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether the capture was ended: torch has no other word for it."""
+    with contextlib.suppress(RuntimeError):
+        graph.pool()
+        return True
+    return False
 
 
 @contextlib.contextmanager

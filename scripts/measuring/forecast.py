@@ -182,7 +182,7 @@ class System:
         return Conditions(
             weight_bytes=own, head_bytes=own, kv_bytes=kv, tp=ranks.n if ranks else 1,
             all_reduce=ranks.all_reduce if ranks else roofline.free, more_kernels=MORE_NODES.get(self._format.name, 0),
-            efficiency=efficiency if self.device == "cuda" else replace(efficiency, narrow={}),
+            efficiency=efficiency if self.device == "cuda" else replace(efficiency, narrow={}, most_tiled=math.inf),
         )  # fmt: skip
 
     def config(self, batch: int, context: int) -> EngineConfig:

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from gpt_fast_sd.fast import launches
+from gpt_fast_sd.fast import MOST_TILED, launches
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.tp import collectives_per_step
 from measuring.chips import Chip
@@ -61,6 +61,7 @@ class Efficiency:
     )  # p, where bytes of b seconds and sums of f take (b ** p + f ** p) ** (1 / p) in attention
     narrow: Mapping[str, float] = field(default_factory=dict, hash=False)  # see PUBLISHED; of others: 1.0
     narrow_peak: Mapping[str, float] = field(default_factory=dict, hash=False)  # share of the peak; of others as any
+    most_tiled: float = math.inf  # rows; more of them are multiplied with copies of int8 weights in 16 bits
 
 
 IDEAL = Efficiency()
@@ -86,7 +87,7 @@ MEASURED = {"int8": 0.51, "float8": 0.72, "int4": 0.6}
 EXPECTED = Efficiency(
     linear_bandwidth=0.78, linear_peak=0.60, attention_bandwidth=0.95, attention_peak=0.45, kernel_seconds=1e-6,
     attention_seconds=10e-6, judge_seconds=0.35e-3, split=2048, mass_cost=3.5, overlap=2.0, narrow=MEASURED,
-    narrow_peak={"int4": 0.03},
+    narrow_peak={"int4": 0.03}, most_tiled=MOST_TILED,
 )  # fmt: skip
 
 # Kernels that a step launches. Besides its attention a layer has nine: the products wqkv, wo, w_in and w_out, two
@@ -195,8 +196,10 @@ def step_seconds(
 
     mass_page: keys of a page whose attention mass is summed, too, or 0. attention: see kernels.
     """
-    cost, e = step_cost(config, batch, n_tokens, context, under), under.efficiency
-    size = config, batch, n_tokens, context
+    e, size = under.efficiency, (config, batch, n_tokens, context)
+    if under.precision == "int8" and batch * n_tokens > e.most_tiled:  # copies are written, and read by a library
+        under = replace(under, precision=None, weight_bytes=under.weight_bytes + 4, more_kernels=under.more_kernels + 4)
+    cost = step_cost(*size, under)
     handed_on = (merged_bytes(*size, e.split) + e.mass_cost * mass_bytes(*size, mass_page)) / under.tp if e.split else 0
     whole = bool(mass_page) or attention == "dense"
     linear, attend = _seconds(cost, chip, under, handed_on, link=under.kv_link if whole else None)

@@ -110,6 +110,16 @@ def test_pools_and_graphs_of_others_leave_alone_the_streams_of_one_that_stays(st
         del pool
 
 
+def test_captures_that_fail_leave_no_pool_in_use(cuda: Cuda, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("gpt_fast_sd.serving.cuda_graphs.KEEPS_POOLS", True)
+    pool = GraphPool(torch.device("cpu"))
+    for at, capture in itertools.product(("capture", "end", "part"), (pool, pool.passing)):
+        cuda.fail(at, ZeroDivisionError())
+        with pytest.raises(ZeroDivisionError):
+            capture(lambda: cuda.reach("part"))
+    assert [one.users for one in cuda.pools.values() if one.users] == [1]  # its own graph, which stays
+
+
 @ONE_RULE
 def test_an_engine_is_refused_where_others_have_all_streams(cuda: Cuda) -> None:
     pools = [GraphPool(torch.device("cpu")) for _ in range(16)]

@@ -86,7 +86,7 @@ def test_every_kind_of_sampling_runs_with_gamma_auto_in_a_bounded_number_of_grap
     for params in (GREEDY, SAMPLED, FILTERED, MIXED[::-1]):
         one.generate(PROMPTS, params)
         assert one.stats.recompiles == 0
-    assert one.schedule.graphs == before
+    assert one.schedule.graphs == before and getattr(one.policy, "_judge", one.schedule.rounds.decode).graphs > 0
 
 
 AOT = "aot_eager_decomp_partition"  # operators are taken apart as Inductor takes them apart, and then run

@@ -52,7 +52,7 @@ class Workspace:
 
 
 class Pool:
-    """Memory of graphs: how many of them use it, and what was made in those that went."""
+    """Memory of graphs: how many use it, or use it as they could not be ended, and what was made in those that went."""
 
     def __init__(self) -> None:
         self.users = 0
@@ -261,6 +261,11 @@ class Graph:
         self.cuda.free_at = max(time.perf_counter(), self.cuda.free_at) + self.cuda.work
         self.recording.replay()
 
+    def pool(self) -> tuple[int, int]:
+        if not self.ended:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self.handle
+
     def reset(self) -> None:
         if not self.ended:
             return
@@ -298,6 +303,8 @@ def stand_in(rule: str) -> Iterator[Cuda]:
             patches.enter_context(mock.patch.object(torch.cuda, name, what))
         patches.enter_context(mock.patch.object(torch.cuda.graph, "default_capture_stream", None))
         patches.enter_context(mock.patch.object(torch._C, "_host_emptyCache", lambda: None, create=True))
+        release: Any = lambda _, pool: vars(cuda.pools[pool]).update(users=cuda.pools[pool].users - 1)  # noqa: E731
+        patches.enter_context(mock.patch.object(torch._C, "_cuda_releasePool", release, create=True))
         patches.enter_context(mock.patch.object(torch, "empty", cuda.empty))
         patches.enter_context(mock.patch.object(time, "perf_counter", lambda: perf_counter() + cuda.clock))
         patches.enter_context(mock.patch.object(torch.distributed, "destroy_process_group", cuda.destroy_process_group))

@@ -322,6 +322,6 @@ def test_selection_is_one_kernel_and_that_of_quest_three_and_a_product_with_int8
         ),
     }
     assert {op: counted(call) for op, call in calls.items()} == {op: launches(op) for op in calls}
-    assert launches("quest_pages") == 3 and launches("int8_linear") == 1
+    assert launches("quest_pages") == 3 and [launches("int8_linear", n_rows=n) for n in (1, 256, 257)] == [1, 1, 2]
     with pytest.raises(ValueError, match="no operator 'softmax'"):
         launches("softmax")

@@ -361,6 +361,8 @@ def test_quantized_products_reach_the_shares_that_were_published_on_a_gpu_alone(
     weights = [per_byte.pop(None), *(1 / x for x in per_byte.values())]  # the keys of one row are 2 % of the bytes
     assert weights == pytest.approx([1.0, *shares.values()], rel=0.02)
     assert draft_seconds("int8", published, "cpu") == draft_seconds("int8", IDEAL, "cpu")
+    how = 2, 64, Conditions(precision="int8", efficiency=EXPECTED)  # more than 256 rows are multiplied with copies
+    assert 4e-3 < step_seconds(LLAMA, H200, 129, *how) - step_seconds(LLAMA, H200, 128, *how) < 5e-3
 
 
 def test_what_splits_hand_on_and_mass_are_the_shares_that_the_kernel_names() -> None:

@@ -296,6 +296,8 @@ def test_cells_are_as_large_as_the_memory_of_the_card_allows() -> None:
     assert batches(130 * 2**30) == [15, 30, 8]  # not half as many for want of a row
     with pytest.raises(ValueError, match="not even one row of 100,000 tokens fits into 20 GiB"):
         cell_for(100_000, 20 * 2**30)
+    small = replace(dry_setup(), tiny=False, free=20 << 30)  # whose cells are skipped, and whose kernels are timed
+    assert timings.Heads.of(small, 100_000).batch == 1 and "skipped" in cells.timed_cell(small, 100_000, ARMS["guided"])
 
 
 def test_the_roofline_is_a_known_chips_data_sheet_or_measured_and_memory_is_what_is_free(monkeypatch: Patch) -> None:
