@@ -94,7 +94,7 @@ class ByLayer:
         # range of a size with the code that it has built, and looks that up by the shapes of inputs, which distinguish
         # caches of different capacities.
         self._sizes = [node for node in placeholders if isinstance(node.meta["example_value"], torch.SymInt)]
-        self._sizes += [n for n, x in pairs if id(x) in place and not isinstance(x, torch.nn.Parameter)][:1]
+        self._sizes += [n for n, x in pairs if id(x) in place and not isinstance(x, torch.nn.Parameter) and x.dim()][:1]
 
         output, within = nodes[-1], [node for node in nodes if node.op != "placeholder" and _in_a_layer(node)]
         assert output.op == "output" and within, "a step over layers has a layer"
