@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # sizes are marked from then on
 from torch import Tensor
 
 import gpt_fast_sd.loading.prepare
@@ -110,6 +111,30 @@ class Times(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.rms_norm(x, self.by.shape, self.by, 1e-5)
+
+
+class ByOne(torch.nn.Linear):
+    """A Linear with a number beside its weight, as a float8 one has."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(*weight.T.shape, bias=False)
+        self.weight.data = weight
+        self.register_buffer("one", torch.ones(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.one
+
+
+def test_a_size_comes_with_the_cache(traced: Parts) -> None:
+    """Inductor finds what it has built by the shapes of inputs: a longer cache must be among those that differ."""
+    model = tiny_model(tiny_config(n_layers=3))
+    for layer in model.layers:
+        layer.attention.wqkv = ByOne(layer.attention.wqkv.weight.data)
+    check_equal("verify mass", model)
+    for part in traced:
+        given = [node.meta["example_value"] for node in part.graph.nodes if node.op == "placeholder"]
+        long = [x for x in given if isinstance(x, Tensor) and x.dim() == 4 and x.shape[2] >= CAPACITY]
+        assert long or not any(isinstance(x, torch.SymInt) for x in given)
 
 
 class Second(torch.nn.Module):
