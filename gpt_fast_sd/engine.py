@@ -31,6 +31,7 @@ from .serving.launch import rounds_for
 from .serving.lifecycle import Access, kept_by, own_settings, sheltered
 from .serving.requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
 from .serving.scheduling import Schedule
+from .serving.scoring import Scorer, Scores
 from .serving.stats import EngineStats
 from .state import BatchState
 
@@ -50,6 +51,7 @@ class Engine:
     tokenizer: Tokenizer | None = kept_by("_intake", "tokenizer")
     on_progress: Callable[[str, int, int], None] | None = kept_by("schedule", "on_progress")
     on_round: Callable[[RoundEvent], None] | None = kept_by("schedule", "on_round")
+    stats: EngineStats = kept_by("schedule", "stats")  # of the latest call, or so far of the one that is running
 
     @own_settings()
     def __init__(
@@ -93,6 +95,7 @@ class Engine:
         self._prefill, self._access = Prefill(self.target), Access(self.device)
         self._compile_seconds: float | None = None  # None: the steps are not compiled yet
         self.schedule = Schedule(self._prefill, self.state, rounds_for(*made), self.parallel)
+        self._scorer = Scorer(self.schedule)
         self.parallel.close_before(self)
 
     def __enter__(self) -> Engine:
@@ -163,11 +166,6 @@ class Engine:
         loaded = load(model, config, draft, parallel)
         parts = loaded.draft_model, loaded.parallel, loaded.plan
         return cls(loaded.model, loaded.tokenizer, loaded.config, draft, *parts)
-
-    @property
-    def stats(self) -> EngineStats:
-        """The counts of the latest call, or so far of the one that is running."""
-        return self.schedule.stats
 
     @property
     def policy(self) -> DraftPolicy | None:
@@ -254,19 +252,21 @@ class Engine:
 
         last: only those of the last tokens, [last, V]; the others are prefilled like a prompt.
         """
-        ids, start = self._intake.scored(tokens, last)
-        rows = []
+        ids, n = self._intake.scored(tokens, last)
         with self._access.at_work(self.schedule):
             self._warm_up()
-            self._prefill.fill(0, ids[:start])
-            for position, token in enumerate(ids[start:], start):
-                self.state.pending[0], self.state.active[0] = token, True
-                self.cache.seq_len[0] = position
-                # cloned, as rounds feed tensors of inference mode: otherwise Dynamo compiles a second graph
-                logits = self.schedule.rounds.feed(self.state.pending.clone()[:, None], position + 1)[0][0, 0]
-                rows.append(self.vocabulary.whole(logits).cpu())
-            self.schedule.release(0)
-        return torch.stack(rows)
+            return self._scorer.logits(ids, len(ids) - n)
+
+    @own_settings()
+    @torch.inference_mode()
+    def score(self, texts: Sequence[Prompt], last: int | Sequence[int | None] | None = None) -> list[Scores]:
+        """Log-probabilities of the tokens of each text, chunk by chunk; ValueError before any work is done.
+
+        last: of so many last tokens, of all texts or of each; None: of all but the first, which nothing precedes.
+        """
+        scored = self._intake.texts(texts, last)
+        with self._access.at_work(self.schedule):
+            return [self._scorer.scores(ids, n) for ids, n in scored]
 
     @own_settings()
     @torch.inference_mode()

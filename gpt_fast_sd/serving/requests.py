@@ -246,11 +246,7 @@ class Intake:
         name = f"prompt {index}"
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} needs SamplingParams, got {params!r}")
-        if isinstance(prompt, str):
-            if prompt and self.tokenizer is None:
-                raise ValueError(f"{name} is text, but this model has no tokenizer: give token ids")
-            prompt = self.tokenizer.encode(prompt) if prompt and self.tokenizer else []
-        ids = self.checked(prompt, name)
+        ids = self.encoded(prompt, name)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError(f"{name} has stop strings, but this model has no tokenizer to find them with")
         total = len(ids) + params.max_tokens
@@ -261,6 +257,14 @@ class Intake:
             )
         decoder = StreamDecoder(self.tokenizer, ids) if self.tokenizer else None
         return Request(index, ids, params, frozenset(self.eos_ids), decoder)
+
+    def encoded(self, prompt: object, name: str) -> list[int]:
+        """Token ids of a text, or those given, see checked."""
+        if isinstance(prompt, str):
+            if prompt and self.tokenizer is None:
+                raise ValueError(f"{name} is text, but this model has no tokenizer: give token ids")
+            prompt = self.tokenizer.encode(prompt) if prompt and self.tokenizer else []
+        return self.checked(prompt, name)
 
     def checked(self, tokens: Any, name: str) -> list[int]:
         """Token ids of the vocabulary, at least one; the ValueError calls them by this name."""
@@ -281,14 +285,28 @@ class Intake:
             raise ValueError(f"{name} holds token id {wrong}, the vocabulary goes from 0 to {self.vocab_size - 1}")
         return ids
 
-    def scored(self, tokens: Any, last: int | None) -> tuple[list[int], int]:
-        """Token ids whose logits are wanted, of the last ones or (None) of all -> ids, index of the first wanted."""
-        ids = self.checked(tokens, "tokens")
+    def scored(self, tokens: Any, last: Any, name: str = "tokens", first: int = 0) -> tuple[list[int], int]:
+        """Something is wanted of the last tokens of a text, or (None) of all from the first on -> ids, of how many."""
+        ids = self.encoded(tokens, name)
         if len(ids) > self.max_seq_len:
-            raise ValueError(f"logits of {len(ids):,} tokens do not fit: max_seq_len is {self.max_seq_len:,}")
-        if last is not None and not (type(last) is int and 1 <= last <= len(ids)):
-            raise ValueError(f"last must be from 1 to the {len(ids):,} tokens given, got {last!r}")
-        return ids, 0 if last is None else len(ids) - last
+            raise ValueError(f"{name}: {len(ids):,} tokens do not fit, max_seq_len is {self.max_seq_len:,}")
+        if len(ids) == first:
+            raise ValueError(f"{name} is one token, and nothing precedes it: give it at least two")
+        if last is not None and not (type(last) is int and 1 <= last <= len(ids) - first):
+            which = (
+                f"{len(ids):,} tokens given" if not first else f"{len(ids) - first:,} tokens of {name} behind the first"
+            )
+            raise ValueError(f"last must be from 1 to the {which}, got {last!r}")
+        return ids, len(ids) - first if last is None else last
+
+    def texts(self, texts: Any, last: Any) -> list[tuple[list[int], int]]:
+        """Texts to be scored, last one for all or one each -> of each its ids, and how many are scored."""
+        if isinstance(texts, str) or not isinstance(texts, Sequence):
+            raise ValueError(f"texts must be a list of texts or of lists of token ids, got {texts!r:.80}")
+        each = last if isinstance(last, Sequence) and not isinstance(last, str) else [last] * len(texts)
+        if len(each) != len(texts):
+            raise ValueError(f"{len(texts)} texts need one last, or one each, got {len(each)}")
+        return [self.scored(text, n, f"text {i}", 1) for i, (text, n) in enumerate(zip(texts, each, strict=True))]
 
 
 class Waiting:
