@@ -3,8 +3,6 @@
 Shapes: O x I a weight.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ That text follows the target's law is tested with policies.
 Shapes: B batch rows, gamma drafts per row, V vocabulary, S places of history per slot.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction

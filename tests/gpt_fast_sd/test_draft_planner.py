@@ -3,8 +3,6 @@
 Rounds are simulated with the true times and acceptance of each arm; the planner sees times with noise.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Shapes: M rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Rounds are simulated with the true times of a world; the planner sees them with noise.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Sequence

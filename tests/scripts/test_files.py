@@ -1,7 +1,5 @@
 """No program replaces what it reads, and what it wrote is not lost: outputs are checked before, and saved after."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """Files of others' forms become prompts, RULER's tasks hold their answers, and rows are of the length asked for."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types

@@ -1,7 +1,5 @@
 """Whatever program is asked for nonsense says so in one sentence of its own, before any work."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from pathlib import Path

@@ -6,8 +6,6 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
         M entries listed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

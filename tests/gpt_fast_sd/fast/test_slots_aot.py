@@ -3,8 +3,6 @@
 `python -m pytest tests/gpt_fast_sd/fast/test_slots_aot.py -m "" -s` prints what is counted, and docs/gpu.md's table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

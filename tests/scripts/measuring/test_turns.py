@@ -1,7 +1,5 @@
 """Turns of plain and speculative runs, and their results: speeds, spreads, repetition, predictions, lengths."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
