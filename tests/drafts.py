@@ -1,7 +1,5 @@
 """One row for each policy, and for those made of two: tests of all policies read these tables."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

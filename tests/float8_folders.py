@@ -3,8 +3,6 @@
 Shapes: O x I a weight.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -87,14 +85,9 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 def save_float8(
-    folder: Path,
-    kind: str = "channel",
-    *,
-    config: ModelConfig | None = None,
-    plain: Collection[str] = ("lm_head",),
-    extra: Mapping[str, Tensor] | None = None,
-    **changes: Any,
-) -> dict[str, Tensor]:
+    folder: Path, kind: str = "channel", *, config: ModelConfig | None = None, plain: Collection[str] = ("lm_head",),
+    extra: Mapping[str, Tensor] | None = None, **changes: Any,
+) -> dict[str, Tensor]:  # fmt: skip
     """Write a model of float8 linears -> the weights that they stand for, and all else, fp32 by Hugging Face's names.
 
     plain: parts of names of what stays bf16. extra: further tensors. changes: of quantization_config.

@@ -3,8 +3,6 @@
 Shapes: N heads, H head dim.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ Parameters of tests that are many: `few` and `thinned` leave some to the ordinar
 Shapes: T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A stand-in for llama.cpp's server: it answers as that does, at once, and writes down how it was started."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

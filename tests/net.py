@@ -7,8 +7,6 @@ A cell is an engine that answers ragged prompts three times, and gives logits. B
 mark is not the frozen one, cells in fp32 that are not compiled are compared by tokens, all others by counts alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """The claims of README and docs/: links resolve, code runs, commands have the flags they name, figures are of a run."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The net of tests/net.py holds what was frozen, and says so when it does not."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

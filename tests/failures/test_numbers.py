@@ -1,7 +1,5 @@
 """Numbers and values that made no sense, and were once taken or ended in a traceback."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fixtures of the tests of the engine: what compiles and captures, or stands in for it, and how many threads are."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref

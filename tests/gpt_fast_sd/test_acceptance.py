@@ -5,8 +5,6 @@ That text follows the target's law is tested with policies.
 Shapes: B batch rows, gamma drafts per row, V vocabulary, S places of history per slot.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
@@ -55,13 +53,9 @@ def slow_draw(weights: Sequence[Fraction], u: Fraction) -> int:
 
 
 def slow_sampled(
-    p: Sequence[Sequence[float]],
-    q: Sequence[Sequence[float]],
-    drafted: Sequence[int],
-    max_accept: int,
-    accept_u: Sequence[float],
-    next_u: Sequence[float],
-) -> tuple[int, int]:
+    p: Sequence[Sequence[float]], q: Sequence[Sequence[float]], drafted: Sequence[int], max_accept: int,
+    accept_u: Sequence[float], next_u: Sequence[float],
+) -> tuple[int, int]:  # fmt: skip
     """One row, as Leviathan et al. write it (their algorithm 1), in fractions."""
     target, draft = ([[Fraction(x) for x in row] for row in rows] for rows in (p, q))
     for i, x in enumerate(drafted[:max_accept]):

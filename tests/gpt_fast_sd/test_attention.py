@@ -6,8 +6,6 @@ row are NaNs, of bytes their scales: empty slots, drafts that were rejected, and
 Shapes: B batch rows, T query tokens, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

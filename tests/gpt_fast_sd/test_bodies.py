@@ -1,7 +1,5 @@
 """What one reads is what runs: an edit to a function that a body stands for takes effect, and is announced."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import shutil

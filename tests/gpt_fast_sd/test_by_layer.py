@@ -1,7 +1,5 @@
 """A step compiled for one layer gives what the step over all layers gives, however many there are."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

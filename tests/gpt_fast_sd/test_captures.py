@@ -1,7 +1,5 @@
 """What a capture must not meet, what its seconds are, and what happens where there is none: over the stand-in."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import time

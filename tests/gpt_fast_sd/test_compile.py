@@ -1,7 +1,5 @@
 """Compiled steps: one graph each for all lengths, the tokens of the eager ones, and a fallback without a compiler."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import io

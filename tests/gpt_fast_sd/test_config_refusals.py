@@ -1,7 +1,5 @@
 """An invalid configuration is refused when it is built, in a sentence that names the field and the value."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -4,8 +4,6 @@ No GPU is here: torch.cuda answers as it would on the machine that the test desc
 its own code, with the compiler, headers or libcuda missing.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -3,8 +3,6 @@
 Rounds are simulated with the true times and acceptance of each arm; the planner sees times with noise.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from gpt_fast_sd import DraftConfig
 from gpt_fast_sd.policies.auto import AutoConfig
 from gpt_fast_sd.policies.config import GAMMA_TIERS
 from gpt_fast_sd.serving.draft_planner import DraftPlanner, arm_of
-from tests.helpers import DATA
+from tests.helpers import DATA, few
 
 RECORDED = DATA / "turns_zen4.json"
 ARMS = [arm_of(arm) for arm in AutoConfig.of(DraftConfig(policy="auto"), (None, "int4", "int8")).arms]
@@ -160,7 +158,7 @@ def test_a_machine_that_wanders_while_steps_are_timed_and_taken_misleads_nobody(
     assert found[0] >= 0.95 and found[6] >= 0.98  # before steps were judged by those beside them: 0.91 and 0.96
 
 
-@pytest.mark.parametrize("steps", [0.2, 0.5, 3.0, 100.0, -1.0])
+@pytest.mark.parametrize("steps", few([0.2, 0.5, 3.0, 100.0, -1.0], [0.5, 100.0, -1.0]))
 def test_a_round_that_stalls_misleads_nobody_for_long(steps: float) -> None:
     cells = list(enumerate([*recorded(), *map(drawn, range(60))]))
     for when in (1, 4):  # as threads awake, and as a try is under way

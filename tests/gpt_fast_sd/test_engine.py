@@ -3,8 +3,6 @@
 Shapes: B slots, T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

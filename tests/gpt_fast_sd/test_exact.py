@@ -3,8 +3,6 @@
 Shapes: B slots, T tokens in this call, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

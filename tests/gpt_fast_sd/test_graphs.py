@@ -3,8 +3,6 @@
 The engine's own pool, its streams, its pinned results and its events run here on the CPU, with real values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Blocks of 4 bits in a GGUF file are kept: a copy, or a quantized target, has the very numbers of the file's model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

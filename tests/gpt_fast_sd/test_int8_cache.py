@@ -3,8 +3,6 @@
 Shapes: B slots, T tokens, V vocabulary, gamma tokens drafted a round.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

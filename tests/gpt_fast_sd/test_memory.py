@@ -1,7 +1,5 @@
 """An engine's memory plan is what it allocates, and a plan that cannot fit is refused before anything is loaded."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import weakref

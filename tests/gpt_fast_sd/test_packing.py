@@ -3,8 +3,6 @@
 Shapes: M rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator
@@ -366,7 +364,7 @@ def test_what_is_saved_of_it_is_a_weight_in_the_dtype_it_was_made_from(kind: str
 
 
 def model_of(**changes: Any) -> Transformer:
-    return tiny_model(tiny_config(**{"dim": 64, "head_dim": 32, "ffn_dim": 96} | changes), dtype=BF16)
+    return tiny_model(tiny_config(**{"dim": 64, "head_dim": 64, "ffn_dim": 96} | changes), dtype=BF16)
 
 
 @pytest.mark.parametrize("tied", [False, True])

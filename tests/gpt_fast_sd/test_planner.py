@@ -3,8 +3,6 @@
 Rounds are simulated with the true times of a world; the planner sees them with noise.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -82,16 +80,9 @@ def tiers(seconds: Callable[[int, int], float], n_keys: int = 1000) -> list[floa
 
 
 def simulate(
-    world: World,
-    acceptance: Acceptance,
-    *,
-    rounds: int,
-    rows: int = 8,
-    seed: int = 0,
-    n_keys: int = 1000,
-    plan: GammaPlanner | None = None,
-    seen: Seen | None = None,
-) -> tuple[float, list[int]]:
+    world: World, acceptance: Acceptance, *, rounds: int, rows: int = 8, seed: int = 0, n_keys: int = 1000,
+    plan: GammaPlanner | None = None, seen: Seen | None = None,
+) -> tuple[float, list[int]]:  # fmt: skip
     """Tokens per row and second, and the gammas chosen. Steps seem slower than they are, by 4 %, or `seen`."""
     rng, plan = random.Random(seed), plan or planner(world)
     seconds = tokens = 0.0

@@ -3,8 +3,6 @@
 Shapes: B slots, T tokens, K kv heads, S cache capacity, H head dim, L layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

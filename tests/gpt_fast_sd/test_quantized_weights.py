@@ -4,8 +4,6 @@ Precisions that run on CUDA alone run on a CPU that is told to run them: torchao
 GPU's own is replaced: that it is asked for, the layout of packed int4 and the product with it.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """A policy is one file and one line: configuration, memory, programs, README and tests all read the registry."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

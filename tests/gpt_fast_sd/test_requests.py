@@ -3,8 +3,6 @@
 A round commits several tokens; it may end among them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

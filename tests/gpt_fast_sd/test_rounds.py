@@ -4,8 +4,6 @@ Captures are stood in for on the CPU (tests.gpuless.recorder): recorded once, an
 positions, with results read one round late.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

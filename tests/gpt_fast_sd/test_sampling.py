@@ -3,8 +3,6 @@
 Shapes: B batch rows, T positions of a row, V vocabulary.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

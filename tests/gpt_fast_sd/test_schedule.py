@@ -3,8 +3,6 @@
 Shapes: L layers, K kv heads, T tokens, H head dim.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import types

@@ -3,8 +3,6 @@
 Shapes: B slots, T tokens, V vocabulary, gamma tokens drafted per round.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ What Dynamo traces is run as it was traced, without Inductor: so every graph tha
 real values, in seconds, and is counted.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens, L layers, K kv heads, C listed entries.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator

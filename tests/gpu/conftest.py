@@ -7,8 +7,6 @@ An ordinary run has the first kind, so that no line here is executed only on CUD
 tests.gpuless.pools stands in for them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import faulthandler
 import json

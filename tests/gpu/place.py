@@ -1,7 +1,5 @@
 """Where a test of this folder runs, and how large it is there: real shapes on a CUDA device, small ones elsewhere."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query
         H head dim, P pages, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

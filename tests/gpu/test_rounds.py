@@ -1,7 +1,5 @@
 """Rounds on the device: captured ones equal the others, token for token; and no round makes the host wait."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

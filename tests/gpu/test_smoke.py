@@ -4,8 +4,6 @@ Engines are made by generate.py's own functions from its own flags, so the confi
 letter: gamma by the clock, rounds captured, a cache as long as the prompts ask for. Tests run in their order.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Shapes: M rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -4,8 +4,6 @@ Shapes: B batch rows, T tokens in this call, K kv heads, H head dim, R query row
         n pages chosen, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

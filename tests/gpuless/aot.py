@@ -3,8 +3,6 @@
 Figures differ from one Triton version to the next: assert bounds (`assert_lean`), not equality.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

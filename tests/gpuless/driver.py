@@ -4,8 +4,6 @@ Tests go through the real call path so: under `stand_in(90) as launches` and Fak
 tensors on "cuda", then look at `launches[0].grid`, `.kwargs` and `.compiled`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings

@@ -8,8 +8,6 @@ The language is patched once and stays so. Triton does it at every launch and at
 a kernel, for which it looks at each name of its modules: about a third of what a profile of these tests showed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any

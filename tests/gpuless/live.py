@@ -1,7 +1,5 @@
 """How many bytes of tensors are there at a time, on the CPU, and inside our operators as a CPU or as CUDA runs them."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

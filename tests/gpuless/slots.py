@@ -5,8 +5,6 @@ waits for instructions and not for memory, whatever it has in flight. That is th
 occupy its unit for several clocks, and what comes before and after the loop is not counted.
 """
 
-from __future__ import annotations
-
 import re
 
 from measuring.chips import CHIPS

@@ -1,7 +1,5 @@
 """The rig sees what a kernel needs: spills, tensor cores, asynchronous copies, shared memory, and each launch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

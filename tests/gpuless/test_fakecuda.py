@@ -1,7 +1,5 @@
 """Generated CUDA code is read right: launches by kind, copies, and what keeps a step out of a CUDA graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

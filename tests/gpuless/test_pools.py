@@ -1,7 +1,5 @@
 """The stand-in for torch.cuda's graphs keeps the rules that it is there for: each is broken here once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

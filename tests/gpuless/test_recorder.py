@@ -1,7 +1,5 @@
 """A recording replays what a CUDA graph would and shows what it would get wrong; waiting for the device is seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

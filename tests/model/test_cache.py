@@ -3,8 +3,6 @@
 Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, K kv heads, H head dim, V vocabulary.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import sys

@@ -1,7 +1,5 @@
 """A model folder is read completely, in float8 too, or refused in one sentence that names the file."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Ground truth is transformers: every family's logits, from every way a checkpoint is stored, and back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A GGUF file is the model that transformers reads from it; a damaged or lying one is refused in one sentence."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

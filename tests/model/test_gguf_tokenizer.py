@@ -5,8 +5,6 @@ shows, and the ids that llama.cpp gave with them (its llama-vocab.cpp as in llam
 read in a text, none is added).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Shapes: B slots, T tokens in this call, S cache capacity, K kv heads, H head dim.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A chat template gets its own answer, whatever else is asked, and leaves no process behind."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import os

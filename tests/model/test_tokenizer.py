@@ -1,7 +1,5 @@
 """Text goes to the ids that transformers gives and comes back whole, at once or token by token."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

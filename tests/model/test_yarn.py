@@ -1,7 +1,5 @@
 """YaRN is what transformers does, to the bit where it is arithmetic, and to fp32 where it is a model."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

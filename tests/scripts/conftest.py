@@ -1,7 +1,5 @@
 """What tests of programs share: a tiny model in a folder, and the sentence that a refusal is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

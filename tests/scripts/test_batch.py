@@ -1,7 +1,5 @@
 """scripts/batch.py as a user types it: killed and started again, fed with nonsense, refused where it cannot go on."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re

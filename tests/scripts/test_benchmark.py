@@ -1,7 +1,5 @@
 """scripts/benchmark.py as a user types it: a sweep, the draft budget, whether it is lossless, and pictures of files."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Beside a quantized target is told how fast nothing quantized is, or why that is not known."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """No program replaces what it reads, and what it wrote is not lost: outputs are checked before, and saved after."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -31,7 +29,7 @@ from gpt_fast_sd.loading import BUNDLED
 from tests.helpers import Patch, Printed, Refuses, ahead, few
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = "--model bundled --prompt One --max-new-tokens 3 --no-compile --device cpu"
+SHORT = "--model bundled --prompt One --max-new-tokens 3 --draft lookup --no-compile --device cpu"  # auto tries all
 PROGRAMS: dict[str, tuple[Callable[[list[str]], object], list[str]]] = {
     # {} is a file that is read; then flags of what is written
     "generate.py --prompts": (generate.main, ["--prompts", "{}"]),

@@ -1,7 +1,5 @@
 """Every public field of every configuration is a flag of every program, which describes it and gives it back."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """scripts/gpu_suite.py without a GPU: how it goes on, how it exits, what it refuses, what it does not run again."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

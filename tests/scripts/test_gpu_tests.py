@@ -1,7 +1,5 @@
 """What tests of tests/gpu hold results against rejects wrong ones; they need a GPU, and docs/gpu.md names them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Files of others' forms become prompts, RULER's tasks hold their answers, and rows are of the length asked for."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types
@@ -236,27 +234,6 @@ def test_what_is_made_is_decoded_by_batch_and_scored(tmp_path: Path, capsys: Pri
     foreign = written(tmp_path / "speed.txt", [SPEED, lines[2]])  # whatever its name
     generate.main(["--prompts", str(foreign), *flags, "--output", str(tmp_path / "g.jsonl")])
     assert len((tmp_path / "g.jsonl").read_text().splitlines()) == 2
-
-
-@pytest.mark.parametrize(("argv", "said"), [
-    (["ruler:vt"], "a source and a file to write are needed"),
-    (["ruler:vt", "OUT"], "is made to a length: give --tokens"),
-    (["ruler:vt", "OUT", "--tokens", "10"], "takes at least"),
-    ([DOCUMENT, "OUT"], "holds texts: give --tokens"),
-    ([DOCUMENT, "OUT", "--tokens", "2k,4k"], "prompts have one --tokens, got 2"),
-    (["nowhere.parquet", "OUT"], "nowhere.parquet"),
-    ([DOCUMENT, "OUT", "--tokens", "1"], "--tokens must be at least 2, got 1"),
-    (["INTS", "OUT"], "must be a JSON object"),
-    (["OTHER", "OUT"], "row 0 has the unknown key 'answer'; known are"),
-    (["--score", DOCUMENT], "line 1"),
-])  # fmt: skip
-def test_wrong_inputs_are_a_sentence_each(argv: list[object], said: str, tmp_path: Path, capsys: Printed) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        (tmp_path / "ints.json").write_text("[1, 2]")
-        (tmp_path / "other.json").write_text('[{"prompt": "a", "answer": "b"}]')
-        names = {"OUT": tmp_path / "out.jsonl", "INTS": tmp_path / "ints.json", "OTHER": tmp_path / "other.json"}
-        make_prompts.main([str(names.get(str(one), one)) for one in argv])
-    assert stopped.value.code == 2 and said in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
 
 
 def test_a_benchmark_takes_sets_and_tasks(tmp_path: Path, capsys: Printed) -> None:

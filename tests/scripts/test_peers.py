@@ -1,7 +1,5 @@
 """scripts/peers.py: what it reads of a GGUF file, and of what llama.cpp says."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

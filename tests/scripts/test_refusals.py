@@ -1,7 +1,5 @@
 """Whatever program is asked for nonsense says so in one sentence of its own, before any work."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ import benchmark
 import evaluate
 import generate
 import gpu_suite
+import make_prompts
 import needles
 import plan
 import steps
@@ -41,6 +40,7 @@ PROGRAMS: dict[str, tuple[Callable[[list[str]], object], str]] = {  # and the fl
     "verify.py": (verify.main, "--model bundled --no-compile"),
     "plan.py": (plan.main, "--model meta-llama/Llama-3.1-8B"),
     "plan.py without a model": (plan.main, ""),
+    "make_prompts.py": (make_prompts.main, ""),
     "minimal.py": (minimal.main, ""),
     "steps.py": (steps.main, ""),
     "gpu_suite.py": (gpu_suite.main, "{folder}/out --device cpu --tiny --pairs 1"),
@@ -170,6 +170,11 @@ REFUSED = {
         ("--device H200 --quantize int4 --dtype fp16", "quantize 'int4' needs bf16 weights, not fp16: use"),
         ("--device H200 --quantize int8 --draft-quantize int4", "needs a target with plain weights, or of that preci"),
         ("--device H200 --acceptance {folder}/sweep.json", "sweep.json is damaged: KeyError("),
+        ("--device H200 --full-layers 99", "full layers must be from 0 to the model's 32, got 99"),
+        ("--device H200 --window 99", "a window of 99 is for models of which some layers attend to everything"),
+        ("--device H200 --experts 4/8", "ALL/OWN, of which a token has at least 1 and at most all, got (4, 8)"),
+        ("--device H200 --experts x", "expected how many there are and a token has, as in 32/4; got 'x'"),
+        ("--device H200 --kv-link 0", "--kv-link must be a positive number of GB/s, got 0"),
     ],
     "plan.py without a model": [
         ("", "there is nothing to plan: --model M says what, or --measured FILE what to compare with"),
@@ -178,6 +183,18 @@ REFUSED = {
         ("--measured {folder}/sweep.json", "sweep.json is damaged: KeyError("),
         ("--measured sweep.json --plot x.png", "--plot draws a forecast, which needs --model"),
         ("--measured sweep.json --max-new-tokens 9", "--max-new-tokens does nothing without --model: leave it out"),
+    ],
+    "make_prompts.py": [
+        ("ruler:vt", "a source and a file to write are needed"),
+        ("ruler:vt {folder}/out", "is made to a length: give --tokens"),
+        ("ruler:vt {folder}/out --tokens 10", "takes at least"),
+        ("{document} {folder}/out", "holds texts: give --tokens"),
+        ("{document} {folder}/out --tokens 2k,4k", "prompts have one --tokens, got 2"),
+        ("{document} {folder}/out --tokens 1", "--tokens must be at least 2, got 1"),
+        ("nowhere.parquet {folder}/out", "nowhere.parquet"),
+        ("{folder}/ints.json {folder}/out", "must be a JSON object"),
+        ("{folder}/answers.json {folder}/out", "row 0 has the unknown key 'answer'; known are"),
+        ("--score {document}", "line 1"),
     ],
     "minimal.py": [
         *((f"--gamma {gamma}", f"gamma must be from 0 to 16, got {gamma}") for gamma in (-1, 17)),
@@ -236,6 +253,8 @@ def test_nonsense_is_refused_in_one_sentence(
     (tmp_path / "empty.txt").touch()
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / "bytes.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "ints.json").write_text("[1, 2]")
+    (tmp_path / "answers.json").write_text('[{"prompt": "a", "answer": "b"}]')
     (tmp_path / "other.cast").write_text('{"version": 2}\n["a", "o", "b"]\n')
     point = '{"status": "measured", "acceptance_by_position": [0.5]}'  # lacks nearly all
     (tmp_path / "sweep.json").write_text(f'{{"benchmark": "batch", "settings": {{}}, "points": [{point}]}}')

@@ -1,7 +1,5 @@
 """Every recipe is a command that benchmark.py takes, and a forecast of every cell that was published."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

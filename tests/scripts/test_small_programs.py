@@ -1,7 +1,5 @@
 """Programs on a small scale: verify, needles, evaluate, steps and plan print, write and go on as they should."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

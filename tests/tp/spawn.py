@@ -1,7 +1,5 @@
 """Ranks for tests: torchrun starts them on a worker script, and what each check of theirs came to is read back."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """What Inductor makes of a sharded step for a GPU that is not there: the collectives of the plan, in one graph."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

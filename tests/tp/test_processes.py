@@ -1,7 +1,5 @@
 """Whole runs of several processes: started by torchrun, on one machine or two, and ended by one that is lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

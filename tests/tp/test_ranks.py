@@ -1,7 +1,5 @@
 """Ranks hold one model together: two and four of them, on gloo, against one (workers/checks.py has the checks)."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.tp.spawn import run_checks

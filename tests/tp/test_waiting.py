@@ -1,7 +1,5 @@
 """What ranks wait for, and how long: a device that stays in a round, each other, the message of one that refuses."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

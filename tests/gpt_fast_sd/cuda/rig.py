@@ -1,7 +1,5 @@
 """A small model, its cache and its drafts, all with fake tensors on a GPU that does not exist."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

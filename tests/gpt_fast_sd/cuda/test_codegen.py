@@ -1,7 +1,5 @@
 """Inductor's code for the engine's steps on a GPU: few launches, no copy of a cache, fit for a CUDA graph."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

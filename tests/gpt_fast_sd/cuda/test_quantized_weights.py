@@ -1,7 +1,5 @@
 """What Inductor makes of steps with quantized weights on CUDA: a product for each, no copy of a weight."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Nothing that a round does on the device makes the host wait, or brings tensors of two devices together."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

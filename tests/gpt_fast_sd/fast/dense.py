@@ -4,8 +4,6 @@ Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv head
         C listed entries, W entries of the window.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -3,8 +3,6 @@
 Shapes: B batch, T tokens in this call, S cache capacity, G query heads per kv head, H head dim; 8 kv heads everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

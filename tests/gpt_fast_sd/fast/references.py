@@ -7,8 +7,6 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query
         H head dim, R = G * T, P pages, n pages chosen, C listed entries, W entries of the window, M = C + W.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

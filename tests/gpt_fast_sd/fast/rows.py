@@ -3,8 +3,6 @@
 Shapes: B rows of scores, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction

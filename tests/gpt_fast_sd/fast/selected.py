@@ -1,7 +1,5 @@
 """Rows of scores of every kind, and the ones that Python's stable sort selects."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ Over caches in the queries' dtype, in bytes, and in planes of nibbles.
 Shapes: B batch, T tokens in this call, S keys in view, G query heads per kv head, H head dim.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -6,8 +6,6 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
         M entries listed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -15,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from gpt_fast_sd.model import FORMATS, SPLIT, CacheLayer, KVCache
 from gpt_fast_sd.steps import Runner
 from tests.gpt_fast_sd.fast import dense, references
 from tests.gpt_fast_sd.fast.dense import BF16, NAN
-from tests.helpers import Patch, thinned, tiny_config, tiny_model
+from tests.helpers import Patch, few, thinned, tiny_config, tiny_model
 
 CPP = Bodies(dense=stand_ins.dense, listed=stand_ins.listed)
 INF, ALL = float("inf"), slice(None)
@@ -57,8 +56,14 @@ def why_not() -> str:
     return "" if cpu.available(64) else "no compiler here builds the kernel"
 
 
-@pytest.fixture(scope="module", params=[*(one.name for one in cpu_sets.SETS), ANOTHER])
-def body(request: pytest.FixtureRequest) -> Iterator[None]:
+ALL_SETS = [*(one.name for one in cpu_sets.SETS), ANOTHER]
+# In the ordinary run: those with kernels of their own, and the narrowest vectors of the others, which share all but
+# what simd.hpp makes of them: test_cpu_any shows that with every set, and so do tests of special numbers here.
+NARROWEST = [one.name for one in cpu_sets.sets_here() if not one.own and one.name != "plain"] or ["plain"]
+KEPT = [*(one.name for one in cpu_sets.SETS if one.own), NARROWEST[-1], ANOTHER]
+
+
+def built_for(request: pytest.FixtureRequest) -> Iterator[None]:
     """With each instruction set that this CPU has, and with kernels that Intel's CPUs do not take for bf16."""
     name = request.param.partition(",")[0]
     if not next(one for one in cpu_sets.SETS if one.name == name).has():
@@ -70,6 +75,10 @@ def body(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setattr(cpu_sets, "is_intel", lambda: False)
         with forced(name):
             yield
+
+
+body = pytest.fixture(scope="module", params=few(ALL_SETS, KEPT))(built_for)
+every_body = pytest.fixture(scope="module", params=ALL_SETS)(built_for)
 
 
 @contextlib.contextmanager
@@ -98,9 +107,12 @@ def asked_anew() -> Iterator[None]:
     forget()
 
 
-def needs_kernel(test: Callable[..., None]) -> Callable[..., None]:
+def needs_kernel(test: Callable[..., None], bodies: str = "body") -> Callable[..., None]:
     """It runs with each body of the kernel, if there is one."""
-    return pytest.mark.skipif(bool(why_not()), reason=why_not())(pytest.mark.usefixtures("body")(test))
+    return pytest.mark.skipif(bool(why_not()), reason=why_not())(pytest.mark.usefixtures(bodies)(test))
+
+
+needs_each_kernel = partial(needs_kernel, bodies="every_body")
 
 
 class Case(dense.Case):
@@ -290,7 +302,7 @@ def test_a_cache_may_end_anywhere_and_nothing_past_it_is_read(form: str, value: 
     assert is_close(case.attend_at(index), case.near(index))
 
 
-@needs_kernel
+@needs_each_kernel
 @each_of(bf16=[0.0, 8.0, 100.0], int8=[0.0, 0.125, 8.0, 64.0], draft=[0.0, 0.125, 8.0, 64.0])
 def test_attention_may_be_flat_or_sharp_and_scales_of_any_size(form: str, value: float) -> None:
     case = Case([700, 64, 5000], form=form, n_tokens=5, group=3, sharp=value)
@@ -336,7 +348,7 @@ NO_NUMBERS = [  # form, what is spoilt in the second row, by what
 ]  # fmt: skip
 
 
-@needs_kernel
+@needs_each_kernel
 @pytest.mark.parametrize(("form", "which", "value"), NO_NUMBERS)
 @pytest.mark.parametrize("group", [1, 3])
 def test_what_is_no_number_gives_nan_to_whoever_reads_it_and_touches_no_other(
@@ -556,8 +568,9 @@ def test_mass_is_the_attention_that_16_keys_received(form: str, group: int, head
      ("int8", "int8 planes", 64, False)],
 )  # fmt: skip
 def test_it_serves_keys_of_the_queries_dtype_or_bytes_and_whole_sixteens_of_dims(
-    asked: str, forms: str, head_dim: int, fits: bool
+    asked: str, forms: str, head_dim: int, fits: bool, monkeypatch: Patch
 ) -> None:
+    monkeypatch.setattr(cpu, "builds", lambda *_: True)  # a compiler would read each, which takes a second
     for form in forms.split():
         assert cpu_attention_fits(head_dim, FORMATS[asked].dtype, FORMATS[form]) is fits
 

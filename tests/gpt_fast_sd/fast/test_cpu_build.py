@@ -1,7 +1,5 @@
 """Kernels that were built beforehand are found and used if they are of this very text; what is torn is built again."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

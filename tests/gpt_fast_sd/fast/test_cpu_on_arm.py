@@ -6,8 +6,6 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
         O outputs.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ Against plain Python and the operations of PyTorch that they replace, rounds bit
 Shapes: B rows, V vocabulary, gamma drafts per row.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

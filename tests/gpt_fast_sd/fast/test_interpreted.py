@@ -1,7 +1,5 @@
 """All interpreted kernel tests pass, in a process apart from this one (see interpreted/conftest.py)."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

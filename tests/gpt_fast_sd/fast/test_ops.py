@@ -3,8 +3,6 @@
 Shapes: B = 2 rows, T = 3 tokens in this call, S = 320 entries, N = 4 query heads, K = 2 kv heads, H = 64 head dim.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import subprocess

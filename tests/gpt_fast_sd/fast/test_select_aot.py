@@ -4,8 +4,6 @@ Shapes: B slots or rows of scores, T tokens in this call, G query heads per kv h
         8 kv heads everywhere. Of a product M rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

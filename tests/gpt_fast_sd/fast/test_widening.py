@@ -1,7 +1,5 @@
 """The assembler that widens entries of a byte, executed one instruction at a time on every byte."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

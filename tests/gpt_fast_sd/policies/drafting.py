@@ -3,8 +3,6 @@
 Shapes: B slots, L layers, K kv heads, T tokens, H head dim.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Several policies take turns over one target: each drafts as if it were alone, and none changes what is emitted."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

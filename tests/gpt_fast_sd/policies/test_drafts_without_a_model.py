@@ -3,8 +3,6 @@
 Shapes: B slots, S places of text, gamma tokens drafted.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

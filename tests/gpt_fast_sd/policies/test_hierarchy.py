@@ -3,8 +3,6 @@
 Shapes: B slots, V vocabulary, gamma tokens drafted.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

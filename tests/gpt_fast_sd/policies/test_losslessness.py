@@ -3,8 +3,6 @@
 Shapes: B slots, V vocabulary, gamma tokens drafted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A standalone draft's cache holds what a prefill of the text would give, whatever was accepted, skipped or idle."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A draft model reads texts longer than it has positions, as an independent StreamingLLM over transformers does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ And of views that list pages: whose pages a step of Quest reads, and which ones 
 Shapes: B slots, T tokens, S cache capacity, L layers, K kv heads, G query heads per kv head, P pages in view.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -3,8 +3,6 @@
 Shapes: L layers, N query heads, K kv heads, G = N // K, H head dim, n tokens, C listed entries.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time

@@ -6,8 +6,6 @@ were rejected leave it.
 Shapes: B slots, T tokens, S cache capacity, L layers, K kv heads, V vocabulary.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

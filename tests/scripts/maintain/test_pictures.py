@@ -1,7 +1,5 @@
 """Pictures of docs/: a recording plays what a program wrote, when and in which colours; a plot shows a sweep."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

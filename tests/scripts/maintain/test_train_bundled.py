@@ -1,7 +1,5 @@
 """The training pipeline on its miniature recipe: what it trains on, logs, resumes from and exports."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -633,18 +633,3 @@ def test_the_page_of_plans_says_what_the_model_gives_for_others(capsys: pytest.C
             program.main([*argv, "--batch", str(batch), "--context", f"{context}k"])
             said = capsys.readouterr().out
             assert f" {speed}x " in said and (f"\n! {batch} x" in said) == bool(mark), name
-
-
-@pytest.mark.parametrize(("flags", "said"), [
-    ("--full-layers 99", "full layers must be from 0 to the model's 32, got 99"),
-    ("--window 99", "a window of 99 is for models of which some layers attend to everything"),
-    ("--experts 4/8", "experts are ALL/OWN, of which a token has at least 1 and at most all, got .4, 8."),
-    ("--experts x", "expected how many there are and a token has, as in 32/4; got 'x'"),
-    ("--kv-link 0", "--kv-link must be a positive number of GB/s, got 0"),
-])  # fmt: skip
-def test_fields_of_others_that_make_no_sense_are_refused(
-    flags: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        program.main(["--model", "meta-llama/Llama-3.1-8B", "--device", "h200", *flags.split()])
-    assert stopped.value.code == 2 and re.search(said, capsys.readouterr().err)

@@ -1,7 +1,5 @@
 """What export_gguf writes, read again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What gpu_suite.py times, dry: kernels are charged for what they read, cells keep what their table says."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Who drafts, which points share an engine, and that what fails costs no other point."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The file of results: complete after each of them, resumed, and left alone if it is not ours."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Whether two outputs are equal, and if not, how close the logits were."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Cases whose answer stands far back, the sums of what drafts come to on them, and how far logits are from others."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

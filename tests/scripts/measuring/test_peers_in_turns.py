@@ -1,7 +1,5 @@
 """Peers that take turns, llama.cpp's server as one that speculates, and what is told of them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

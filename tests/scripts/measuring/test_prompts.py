@@ -1,7 +1,5 @@
 """Prompts to measure with: their lengths, where they begin, and that no more is said than the texts hold."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The page of a run holds what the run did, whatever its texts hold, in a few hundred KB at most."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

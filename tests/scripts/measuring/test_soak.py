@@ -1,7 +1,5 @@
 """A soak of a small engine finds nothing wrong, and finds what is made wrong."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tables whose columns are declared once, and pictures of all results in the repository."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

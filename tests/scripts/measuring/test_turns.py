@@ -1,7 +1,5 @@
 """Turns of plain and speculative runs, and their results: speeds, spreads, repetition, predictions, lengths."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -114,13 +112,9 @@ def stream_of(rounds: list[list[tuple[int, int, bool]]]) -> list[Mark]:
 
 def test_steady_speed_leaves_out_the_first_round_and_whatever_comes_when_a_row_ends() -> None:
     rounds = [
-        [(0, 9, False), (1, 9, False)],
-        [(0, 2, False), (1, 3, False)],
-        [(0, 4, False), (1, 1, False)],
-        [(0, 1, False), (1, 1, True)],
-        [(0, 5, False)],
-        [(0, 5, True)],
-    ]
+        [(0, 9, False), (1, 9, False)], [(0, 2, False), (1, 3, False)], [(0, 4, False), (1, 1, False)],
+        [(0, 1, False), (1, 1, True)], [(0, 5, False)], [(0, 5, True)],
+    ]  # fmt: skip
     assert steady_speed(stream_of(rounds)) == pytest.approx((2 + 3 + 4 + 1) / 2.0)
 
 

@@ -3,8 +3,6 @@
 Every rank computes the truth itself, with the whole model, and compares the joint result of the ranks with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -6,8 +6,6 @@ values as they come, in int8, and in planes of nibbles.
 Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

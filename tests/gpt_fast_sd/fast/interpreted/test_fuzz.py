@@ -8,8 +8,6 @@ Shapes: B batch rows, T tokens in this call, L layers, N query heads, K kv heads
         P scores or pages of a row, n of them chosen, C listed entries, V vocabulary, M rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

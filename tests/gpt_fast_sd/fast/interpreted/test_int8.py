@@ -3,8 +3,6 @@
 Shapes: M rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -6,8 +6,6 @@ Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query head
         P pages, n pages chosen, C listed entries; of filters B rows of scores, V vocabulary.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

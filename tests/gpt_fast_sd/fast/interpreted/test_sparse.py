@@ -4,8 +4,6 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
         C listed entries, W entries of the window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
