@@ -432,6 +432,19 @@ class Field:
             self.fail(entry, where, reason)
             return None
 
+    def in_turns(
+        self, entries: Sequence[Entry], where: str, turns: Sequence[Callable[[Entry], T]]
+    ) -> dict[Entry, list[T]]:
+        """What each mode gives in each turn; one that fails is out."""
+        found: dict[Entry, list[T]] = {entry: [] for entry in entries}
+        for turn in turns:
+            for entry in [*found]:
+                if (given := self.attempt(entry, where, turn, entry)) is None:
+                    del found[entry]
+                else:
+                    found[entry].append(given)
+        return found
+
     def fail(self, entry: Entry, where: str, reason: Exception) -> None:
         self.failures.append(f"{entry.label}, {where}: {reason}")
         print(f"  failed: {self.failures[-1]}", flush=True)
