@@ -310,7 +310,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = [part.partition("=")[2] or part for part in args.acceptance]
         reads = {"--measured": args.measured, "--acceptance": given, "--model": args.model}
         check_files({"--json": args.json, "--plot": args.plot}, reads)
-        check_drawable("--plot", args.plot)
+        if args.plot:
+            check_drawable("--plot", args.plot)
         document: Record = {"benchmark": "plan"}
         if args.model:
             system, kept = system_of(args), Kept.of(args.acceptance)

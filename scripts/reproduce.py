@@ -247,7 +247,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with refusing(PROGRAM):
         names = chosen(args.recipes)
         check_files({"--json": args.json, "--plot": args.plot}, {"--measured": args.measured, "--pg19": args.pg19})
-        check_drawable("--plot", args.plot)
+        if args.plot:
+            check_drawable("--plot", args.plot)
         known = [point for path in args.measured for point in measured_in(path)]
         if args.list:
             print(*(f"{name:22}{one['what']} ({one['source']})" for name, one in RECIPES.items()), sep="\n")

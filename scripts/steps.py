@@ -32,7 +32,7 @@ from gpt_fast_sd.fast.cpu.fused_layers import FusedLayers
 from gpt_fast_sd.loading import sensible_threads
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.steps import Runner
-from measuring import prompts
+from inputs import prompts
 from measuring.chips import Chip, rates_here
 from measuring.machine import environment
 from measuring.roofline import step_cost

@@ -43,7 +43,8 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import BUNDLED, find_smollm2, locate
 from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config
 from gpt_fast_sd.policies.registry import policy_class
-from measuring import grid, lossless, machine, prompts, soak
+from inputs import prompts
+from measuring import grid, lossless, machine, soak
 
 PROGRAM = "verify.py"
 GAMMA = {"default": 4, "type": positive, "metavar": "N", "help": "tokens drafted per round"}

@@ -17,14 +17,10 @@ SUFFIXES = (".png", ".pdf", ".svg")
 COLORS = ("#9277dd", "#3d8fd6", "#22a385", "#d18a16", "#e0574f", "#a87850", "#cf62a8", "#7f9a2c")
 
 
-def check_drawable(flag: str, *files: Path | None) -> None:
-    """ValueError, before any work is done, if matplotlib is missing or does not know the format of a file."""
-    wanted = [file for file in files if file is not None]
-    if files and not wanted:
-        return
-    for file in wanted:
-        if file.suffix.lower() not in SUFFIXES:
-            raise ValueError(f"cannot draw {file}: its name must end in .png, .pdf or .svg")
+def check_drawable(flag: str, file: Path | None = None) -> None:
+    """ValueError, before any work is done, if matplotlib is missing or does not know the format of the file."""
+    if file and file.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"cannot draw {file}: its name must end in .png, .pdf or .svg")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f'{flag} needs matplotlib: pip install "gpt_fast_sd[plot]"')
 

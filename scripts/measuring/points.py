@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from statistics import linear_regression
 
 from gpt_fast_sd import DraftConfig, Engine
-from gpt_fast_sd.serving.stats import EngineStats
 from gpt_fast_sd.tp import collectives_per_step
 from measuring import machine
 from measuring.forecast import System
@@ -16,19 +15,14 @@ from measuring.tables import Column, Table, number, shown
 from measuring.turns import WAYS, Turns, median_interval, spread, totals, way_of
 
 
-def predict(point: Point, system: System, draft: DraftConfig, stats: EngineStats) -> Record:
-    """A plain step, a round of the gammas that were run, and the speed-up at the measured tokens per round."""
-    kept = stats.acceptance_rate, stats.tokens_per_round, stats.rounds_by_gamma
-    return system.predict(draft, point.batch, point.context + system.room / 2, *kept)
-
-
 def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft: DraftConfig) -> Record:
     """All results of a point, JSON-ready."""
     counts, plain_counts = turns.counts, totals(turns.plain)
     is_comparable = point.temperature == 0
     differences = turns.first_differences if is_comparable else []
     ratios = {name: turns.ratios(name) for name in ("steady", "completion")}
-    predicted = predict(point, system, draft, counts)
+    kept = counts.acceptance_rate, counts.tokens_per_round, counts.rounds_by_gamma
+    predicted = system.predict(draft, point.batch, point.context + system.room / 2, *kept)
     plain, speculative = (way_of(runs, point.batch) for runs in (turns.plain, turns.speculative))
     return {
         "status": "measured", "dtype": engine.dtype_name, "kv_dtype": engine.config.kv_dtype or engine.dtype_name,
