@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common import parser_of, refusing, started
-from files import check_files, save
+from files import check_files, save_json
 from gpt_fast_sd import DraftConfig
 from gpt_fast_sd.model import preset
 from measuring.chips import chip_named, chip_of
@@ -270,8 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print("\n! does not fit into the chips' memory by our plan, which keeps room for graphs and their pools")
         if args.plot and rows:
             draw(rows, args.plot)
-        if args.json:
-            save({args.json: json.dumps(rows, indent=1) + "\n"}, PROGRAM)
+        save_json(args.json, rows, PROGRAM)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Shapes: B rows, gamma tokens drafted per round; T_T a step of plain decoding, T_
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -298,8 +297,13 @@ class System:
 
     def _first(self, holds: Callable[[int], bool]) -> int | None:
         """The shortest context at which something holds that, once it does, holds at every longer one."""
-        contexts = range(1, self.model.max_seq_len - self.room + 1)
-        return contexts[bisect_left(contexts, True, key=holds)] if contexts and holds(contexts[-1]) else None
+        low, high = 0, self.model.max_seq_len - self.room
+        if high < 1 or not holds(high):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if holds(middle) else (middle, high)
+        return high
 
 
 def budget_of(draft: DraftConfig) -> int | None:
