@@ -53,8 +53,8 @@ from files import check_files, path_of
 from flags import MODELS, count, given_beside, names_of, positive, sizes, threads
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import ModelConfig, gguf_parts, load_model, read_config, save_hugging_face
+from maintain.gguf_export import export_gguf
 from measuring import peer_turns
-from measuring.gguf_export import export_gguf
 from measuring.ledger import Ledger
 from measuring.machine import environment
 from measuring.peer_speculation import LLAMA_WEIGHTS, SMALLER, TURNS, Contest, find_program
