@@ -39,7 +39,7 @@ from measuring.chips import chip_named, chip_of
 from measuring.forecast import System, budget_of, ranks_for
 from measuring.ledger import Record, complete, read_document
 from measuring.plots import check_drawable, color, draw_panels
-from measuring.points import shown_speedup
+from measuring.points import steady_of
 from measuring.roofline import EXPECTED, omega
 from measuring.tables import Column, Table, number, shown
 
@@ -199,13 +199,12 @@ def measured_in(path: Path) -> list[Record]:
         settings, chip = document["settings"], chip_of(str(document["environment"]["device"]))
         common = {key: settings[key] for key in ("model", "draft_model", "tp", "kv_dtype")}
         common |= {"chip": chip.name if chip else None}
-        points = [one for one in document["points"] if one["status"] == "measured"]
-        found = []
-        for one in points:
-            of = common | {"policy": one["policy"], "budget": one["budget"]}
-            where = {key: one[key] for key in ("batch", "context", "gamma")}
-            found.append(where | {"of": of, "speed": float(shown_speedup(one)["median"])})
-        return found
+        return [
+            {key: one[key] for key in ("batch", "context", "gamma")}
+            | {"of": common | {"policy": one["policy"], "budget": one["budget"]}, "speed": steady_of(one)["median"]}
+            for one in document["points"]
+            if one["status"] == "measured"
+        ]
 
 
 def draw(rows: Sequence[Record], path: Path) -> None:

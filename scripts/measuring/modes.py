@@ -69,8 +69,11 @@ class Job:
 
     @property
     def timed(self) -> Record:
-        here, device = machine.environment(self.parallel.device), self.parallel.device.type
-        return grid.timed_on(here, device, self.parallel.tp) | {"seconds": self.args.seconds}
+        """The properties of a machine, and of how it is timed, that all times in one file must share."""
+        here, parallel = machine.environment(self.parallel.device), self.parallel
+        where = {name: here[name] for name in ("cpu", "device", "torch")}
+        how = {"device": parallel.device.type, "tp": parallel.tp, "threads": here["threads"]}
+        return {"machine": where, **how, "seconds": self.args.seconds}
 
     def ledger(self, benchmark: str, settings: Record, results: str = "results") -> Ledger:
         path = self.args.json if self.parallel.is_main else None
@@ -161,8 +164,7 @@ class Mode:
         return self.table.line(record)
 
     def step(self, what: str) -> None:
-        if self.bar is not None:
-            self.bar.set_description(what)
+        self.bar.set_description(what)
 
     def run(self) -> list[Record]:
         """Measure what the file does not hold yet -> the results of all points, as far as there are any."""
@@ -200,7 +202,9 @@ class Mode:
         def taken(points: list[Point], found: Record | Exception) -> None:
             for one in points:
                 left.remove(one)
-                self._taken(one, found)
+                if parallel.is_main:
+                    self.done(one, found)
+                self.bar.update()
 
         while left:
             point, draft = left[0], self.job.draft(left[0])
@@ -230,11 +234,6 @@ class Mode:
                 engine = None  # its state is unknown: the others get a new one
             else:
                 taken(concerned, found)
-
-    def _taken(self, point: Point, found: Record | Exception) -> None:
-        if self.job.parallel.is_main:
-            self.done(point, found)
-        self.bar.update()
 
     def warn_of_speeds(self) -> None:
         if self.job.args.no_compile:

@@ -169,8 +169,8 @@ class Run(Field):
             timings[entry].milliseconds += milliseconds
             return timings[entry]
 
-        where = f"bf16, context {context}, batch {batch}"
-        return [timings[entry] for entry in self.in_turns(self.entries, where, [prepare, *[take_turn] * self.repeats])]
+        turns, where = [prepare, *[take_turn] * self.repeats], f"bf16, context {context}, batch {batch}"
+        return [timings[entry] for entry in self.in_turns(self.entries, where, turns)]
 
     def fail(self, entry: Entry, where: str, reason: Exception) -> None:
         super().fail(entry, where, reason)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.loading import TORCH_DTYPES
 from gpt_fast_sd.model import ModelConfig
 from measuring.machine import version
 from measuring.peer_gpt_fast import GptFast
@@ -36,7 +37,6 @@ LLAMA_MODES = {
              ("BF16", "BF16", False)),
     "fp32": (("F32", "F32", False),),
 }  # fmt: skip
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 T = TypeVar("T")
 
 # One engine each with its model loaded; all rows hold the same prompt, each in its own memory.

@@ -59,18 +59,12 @@ PROFILES = {
     "low": Profile(chances=_line(0.60, 0.46), source="summaries: long texts that draft badly"),
     "streaming": Profile(chances=_line(0.80, 0.73), source="StreamingLLM 512 on PG-19, arXiv 2408.11049"),
     "snapkv": Profile(budget=2048, chances=_line(0.91, 0.87), source="SnapKV 2049 on PG-19, arXiv 2408.11049"),
-    "standalone": Profile(
-        chances=(0.673,),
-        source="Llama-3.2-1B with StreamingLLM 512 for Llama-3.1-8B on PG-19, from tokens per round in 2408.11049",
-    ),
-    "quest": Profile(
-        budget=1024, chances=(0.914,),
-        source="Quest, 7 % of the keys, Qwen3-8B, from tokens per round read off a figure, arXiv 2602.07223",
-    ),
-    "guided": Profile(
-        budget=1024, chances=(0.968, 0.945, 0.928, 0.913, 0.901, 0.894, 0.885),
-        source="selection by the last accepted token, Qwen3-8B, read off a figure, arXiv 2602.07223",
-    ),
+    "standalone": Profile(chances=(0.673,), source="Llama-3.2-1B with StreamingLLM 512 for Llama-3.1-8B on PG-19, from "
+                          "tokens per round in 2408.11049"),
+    "quest": Profile(budget=1024, chances=(0.914,), source="Quest, 7 % of the keys, Qwen3-8B, from tokens per round "
+                     "read off a figure, arXiv 2602.07223"),
+    "guided": Profile(budget=1024, chances=(0.968, 0.945, 0.928, 0.913, 0.901, 0.894, 0.885),
+                      source="selection by the last accepted token, Qwen3-8B, read off a figure, arXiv 2602.07223"),
 }  # fmt: skip
 
 
