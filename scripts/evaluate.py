@@ -301,10 +301,10 @@ def run(args: argparse.Namespace) -> None:
             ],
         }  # fmt: skip
     print(report(result))
-    texts = {args.json: json.dumps(result, indent=1) + "\n"} if args.json else {}
+    written = {args.json: json.dumps(result, indent=1) + "\n"} if args.json else {}
     if args.card:
-        texts[args.card] = card(result, training, args.note)
-    save(texts, PROGRAM)
+        written[args.card] = card(result, training, args.note)
+    save(written, PROGRAM)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

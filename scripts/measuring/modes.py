@@ -513,7 +513,7 @@ class Lossless(Mode):
         def is_wrong(one: Record) -> bool:
             if must or one["gap"] is None:
                 return must
-            return one["gap"] > lossless.near_tie(one.get("best", 0.0), *dtypes)
+            return not one["gap"] <= lossless.near_tie(one.get("best", 0.0), *dtypes)  # NaN is wrong
 
         if wrong := [r["policy"] for r in found if any(map(is_wrong, r["differences"]))]:
             raise OutputsDiffer(f"not token-identical to plain decoding: {', '.join(wrong)}")
