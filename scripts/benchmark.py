@@ -39,7 +39,6 @@ is tried again; batches, contexts and drafts may be added. Other settings are re
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,20 +58,22 @@ from flags import (
     join,
     names,
     positive,
+    real,
     sizes,
 )
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import load_tokenizer, read_config
-from inputs.rows import holds_prompts, prompts_for, round_the_texts, texts_of
+from inputs.prompts import random_text
+from inputs.rows import RoundTheText, Rows, holds_prompts, prompts_for, round_the_texts, texts_of
 from measuring import grid, modes, plots
 from measuring.grid import draft_fields, has_a_model, known_drafters
 from measuring.ledger import Record, complete, read_document
 from measuring.modes import ByBudget, ByPrecision, BySize, Job, Lossless, describe
 from measuring.points import lengths_of
-from measuring.prompts import RoundTheText, Rows, random_text
 
 PROGRAM = "benchmark.py"
+SECONDS = real("a positive number of seconds", lambda found: 0 < found < math.inf)
 TIMED = {"max_new_tokens": 64, "pairs": 3, "seed": 0, "dtype": "auto", "plots": None}
 DEFAULTS: dict[str, Record] = {  # of flags that were not given, by what is measured; what is not here is not read there
     "size": {
@@ -188,13 +189,6 @@ def temperatures(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"expected numbers, as in 0,0.8; got {text!r}") from None
 
 
-def seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (found := float(text)) < math.inf:
-            return found
-    raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
-
-
 def defaults(name: str) -> str:
     """What stands in for a flag that is not given: in the first mode that reads it, then in those that differ."""
 
@@ -233,7 +227,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--context", metavar="S,S", type=sizes, help="tokens of a prompt (default: 1k,4k; what the text holds for "
         "every row, at most 4,096, with --sweep budget)")  # fmt: skip
     add("--pairs", metavar="N", type=count, help=f"pairs of timed runs for each point (default: {defaults('pairs')})")
-    add("--seconds", metavar="S", type=seconds, help="go on with pairs until they took so long: short runs need many "
+    add("--seconds", metavar="S", type=SECONDS, help="go on with pairs until they took so long: short runs need many "
         "(default: as many as --pairs says)")  # fmt: skip
     add("--precisions", metavar="P,P", type=lambda text: text.split(","), help="what is quantized, each CACHE, "
         f"CACHE/DRAFTS or CACHE/DRAFTS/WEIGHTS (default: {defaults('precisions')})")  # fmt: skip

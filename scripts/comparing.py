@@ -10,7 +10,7 @@ from typing import Any
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.config import QUANTIZED_CACHES
 from gpt_fast_sd.serving.stats import EngineStats
-from measuring.lossless import NEAR_TIE, Difference, differences, is_near_tie
+from measuring.lossless import NEAR_TIE, Difference, differences
 from measuring.report import Way
 
 RUNS, SHORT_RUN = 3, 20.0  # runs of each kind in a comparison, if a run takes fewer seconds than this
@@ -67,9 +67,8 @@ class Comparison:
         dtype = max(dtypes, key=NEAR_TIE.__getitem__)  # the coarser one
         lines = [f"{n_greedy - len(found)} of {n_greedy} greedy ones equal, token for token"]
         for one in found:
-            assert one.gap is not None
             line = f"prompt {one.index} differs from output token {one.position} on"
-            if is_near_tie(one.gap, dtype, best=one.best):
+            if one.is_near_tie(dtype):
                 line += f": a near-tie, the two best logits are {one.gap:.2g} apart, which {dtype} rounds away"
             else:
                 line += f": the logits are {one.gap:.2g} apart, more than {dtype} rounds away; please report it"

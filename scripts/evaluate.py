@@ -23,7 +23,6 @@ import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
 
 # isort: split
 import argparse
-import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -39,14 +38,16 @@ from tqdm import tqdm
 
 from common import parser_of, refusing, started
 from files import check_files, save
-from flags import add_engine_flags, config_of, count, join, positive
+from flags import add_engine_flags, config_of, count, join, positive, real
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, read_config
+from inputs import prompts
+from inputs.facts import DIGITS, made_up
 from maintain.bundled_card import LOOKUPS, PERPLEXITY, card, needle_table, read_training
 from maintain.bundled_data import book_paths
-from measuring import machine, prompts
-from measuring.needles import DIGITS, Case, lookup, made_up, needle
+from measuring import machine
+from measuring.needles import Case, Cases
 from measuring.tables import Column, Table, number
 
 # Shapes: T tokens, D hidden size, V vocabulary.
@@ -97,11 +98,12 @@ def measure_perplexity(engine: Engine, tokenizer: Tokenizer, cuts: Cuts, context
     return records
 
 
-def stretches(ids: Tensor, length: int, n: int, name: str) -> list[Tensor]:
+def stretches(ids: Sequence[int], length: int, n: int, name: str) -> list[Tensor]:
     """n runs of length tokens, spread evenly over the text, that do not overlap."""
     if len(ids) < n * length:
         raise ValueError(f"{name} has {len(ids):,} tokens, too few for {n} stretches of {length:,}")
-    return [ids[start : start + length] for start in np.linspace(0, len(ids) - length, n + 2)[1:-1].astype(int)]
+    starts = np.linspace(0, len(ids) - length, n + 2)[1:-1].astype(int)
+    return [torch.tensor(ids[start : start + length]) for start in starts]
 
 
 def bos_of(tokenizer: Tokenizer) -> Tensor:
@@ -178,14 +180,6 @@ def report(result: Record) -> str:
     return "\n\n".join("\n".join([title, "", *table.lines(rows)]) for title, table, rows in sections if rows)
 
 
-def depth(text: str) -> float:
-    """A place in a text, from 0, its beginning, to 1."""
-    with contextlib.suppress(ValueError):
-        if 0 <= (found := float(text)) <= 1:
-            return found
-    raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
     parser = parser_of(PROGRAM, __doc__)
@@ -196,6 +190,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--contexts", type=positive, nargs="*", help="windows for perplexity (default: 1024 4096 16384, what fits)")
     add("--stretches", type=positive, default=1, help="stretches of the longest context in each text (default: 1)")
     add("--lengths", type=positive, nargs="*", help="needle prompts, tokens (default: 512 1024 ... 16384, what fits)")
+    depth = real("a number from 0 to 1", lambda found: 0 <= found <= 1)
     add("--depths", type=depth, nargs="*", default=[0.0, 0.25, 0.5, 0.75, 1.0], help="where the fact stands, 0 to 1")
     add("--entries", type=positive, nargs="*", help="facts of a look-up (default: 4 16 64 256, what fits)")
     add("--n", type=positive, default=2, help="prompts per needle cell; four times as many per look-up (default: 2)")
@@ -234,13 +229,13 @@ def settle(args: argparse.Namespace, limit: int, shortest: int) -> None:
         raise ValueError(f"the longest context, {max(args.contexts):,}, must be a multiple of {odd[0]:,}")
 
 
-def probes_of(args: argparse.Namespace, tokenizer: Tokenizer, books: list[Tensor], limit: int) -> list[list[Case]]:
+def probes_of(args: argparse.Namespace, maker: Cases, limit: int) -> list[list[Case]]:
     """Needles and look-ups; ValueError for those that do not fit."""
     rng = np.random.default_rng(args.seed)
     cells = [(length, depth) for length in args.lengths for depth in args.depths for _ in range(args.n)]
-    needles = [needle(tokenizer, rng, books, *cell) for cell in cells]
+    needles = [maker.needle(rng, *cell) for cell in cells]
     asked = ((made_up(rng, n), int(rng.integers(n))) for n in args.entries for _ in range(4 * args.n))
-    lookups = [lookup(tokenizer, *facts, place) for facts, place in asked]
+    lookups = [maker.asked(*facts, place) for facts, place in asked]
     for probe in lookups:
         if (n := len(probe.prompt)) + DIGITS > limit:
             raise ValueError(f"{probe.cell[0]:,} entries take {n:,} tokens, over the model's {limit:,}")
@@ -260,11 +255,11 @@ def run(args: argparse.Namespace) -> None:
     folder = locate(args.model)
     config = read_config(folder)
     tokenizer = prompts.reader_of(args.model, folder, config)
-    books = {path.stem: torch.tensor(prompts.tokens_of(path, tokenizer)) for path in paths}
-    settle(args, config.n_positions, min(map(len, books.values())))
+    texts = {path.stem: prompts.tokens_of(path, tokenizer) for path in paths}
+    settle(args, config.n_positions, min(map(len, texts.values())))
     longest = max(args.contexts, default=0)
-    cuts = {name: stretches(ids, longest, args.stretches, name) for name, ids in books.items()} if longest else {}
-    needles, lookups = probes_of(args, tokenizer, list(books.values()), config.n_positions)
+    cuts = {name: stretches(ids, longest, args.stretches, name) for name, ids in texts.items()} if longest else {}
+    needles, lookups = probes_of(args, Cases(tokenizer, texts), config.n_positions)
     if args.reference and read_config(locate(args.reference)).vocab_size != config.vocab_size:
         raise ValueError(f"{args.reference} and {args.model} have different vocabularies: their logits do not compare")
     room = max([longest, NEW_TOKENS * 2, *(len(probe.prompt) + DIGITS for probe in (*needles, *lookups))])
@@ -306,10 +301,10 @@ def run(args: argparse.Namespace) -> None:
             ],
         }  # fmt: skip
     print(report(result))
-    texts = {args.json: json.dumps(result, indent=1) + "\n"} if args.json else {}
+    written = {args.json: json.dumps(result, indent=1) + "\n"} if args.json else {}
     if args.card:
-        texts[args.card] = card(result, training, args.note)
-    save(texts, PROGRAM)
+        written[args.card] = card(result, training, args.note)
+    save(written, PROGRAM)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

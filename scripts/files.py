@@ -6,6 +6,7 @@ Before the work `check_files` is told everything that will be read and written; 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import tempfile
@@ -96,6 +97,12 @@ def save(
             failed.append(f"{path}: {error.strerror}{'' if content is None else elsewhere(path, content)}")
     if failed:
         refuse(ValueError("; ".join(failed)), program, code=1)
+
+
+def save_json(path: Path | None, document: object, program: str) -> None:
+    """Save a document as JSON, if there is a file for it; what JSON does not know is a text."""
+    if path:
+        save({path: json.dumps(document, indent=1, default=str) + "\n"}, program)
 
 
 def elsewhere(path: Path, content: str | bytes) -> str:

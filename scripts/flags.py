@@ -14,6 +14,7 @@ configuration, in its own words.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
@@ -80,6 +81,18 @@ def sizes(text: str) -> list[int]:
             raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1, as in 1k,4k,500; got {text!r}")
         found.add(int(number) * (1000 if is_thousands else 1))
     return sorted(found)
+
+
+def real(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """A parser of numbers that fit; what: they are expected to be."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if fits(found := float(text)):
+                return found
+        raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+
+    return parse
 
 
 def gammas(text: str) -> list[int | str]:

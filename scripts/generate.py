@@ -61,8 +61,8 @@ from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingP
 from gpt_fast_sd.loading import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer, read_config
 from gpt_fast_sd.tp import Parallel
+from inputs.prompts import read_text
 from measuring import Recorder
-from measuring.prompts import read_text
 from records import Encoder, as_record, check_prompts, read_document, read_lines, requests_of
 
 PROGRAM = "generate.py"

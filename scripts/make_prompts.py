@@ -31,11 +31,11 @@ from flags import FIELDS, count, names, positive, sizes
 from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import Tokenizer, read_config
+from inputs.prompts import reader_of
 from inputs.rows import holds_prompts, texts_of
 from inputs.ruler import RULER, TASKS, Task
 from inputs.sources import Record, lines_of, prompts_of
 from measuring.ledger import write_whole
-from measuring.prompts import reader_of
 from records import checked, naming, own
 
 PROGRAM = "make_prompts.py"

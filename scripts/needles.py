@@ -14,14 +14,10 @@ ended.
 
 from __future__ import annotations
 
-import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
-
-# isort: split
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from common import parser_of, refusing, started
@@ -30,8 +26,9 @@ from flags import add_engine_flags, add_flags, config_of, drafters, join, names_
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import read_config
+from inputs import prompts
 from inputs.rows import texts_of
-from measuring import grid, machine, prompts
+from measuring import grid, machine
 from measuring.grid import Setting, has_a_model, known_drafters
 from measuring.ledger import Ledger, digest, fingerprint
 from measuring.needles import KINDS, Case, Cases, measure_cell, print_summary, summarize
@@ -87,15 +84,14 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Cells, dict[Setting, Draf
     engine_config = config_of(EngineConfig, args, max_seq_len=longest, compile=args.compile)
     first = max(drafts.values(), key=lambda draft: draft.needs_planes)  # of whose cache all can draft
     engine = Engine.from_pretrained(args.model, engine_config, first, parallel=parallel)
-    common_settings = {
+    here = machine.environment(engine.device)
+    in_common = grid.in_common(vars(args)) | {
         "model": str(args.model), "weights": fingerprint(engine.model), "dtype": engine.dtype_name,
-        "compiled": engine.compiled, "threads": torch.get_num_threads(),
+        "compiled": engine.compiled, "threads": here["threads"],
         "texts": {name: digest(ids) for name, ids in texts.items()}, "n": args.n, "gamma": args.gamma,
         "seed": args.seed, "drafts": [[setting.policy, setting.budget] for setting in settings],
     }  # fmt: skip
-    common_settings |= grid.in_common(vars(args))
-    here, what = machine.environment(engine.device), "speculation needles"
-    ledger = Ledger(args.json, what, common_settings, here, fresh=args.fresh)
+    ledger = Ledger(args.json, "speculation needles", in_common, here, fresh=args.fresh)
     return engine, cells, drafts, skipped, ledger
 
 

@@ -35,6 +35,7 @@ Shapes: B batch rows, S tokens a row holds, V vocabulary.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -52,8 +53,8 @@ from files import check_files, path_of
 from flags import MODELS, count, given_beside, names_of, positive, sizes, threads
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import ModelConfig, gguf_parts, load_model, read_config, save_hugging_face
+from maintain.gguf_export import export_gguf
 from measuring import peer_turns
-from measuring.gguf_export import export_gguf
 from measuring.ledger import Ledger
 from measuring.machine import environment
 from measuring.peer_speculation import LLAMA_WEIGHTS, SMALLER, TURNS, Contest, find_program
@@ -125,6 +126,7 @@ def speculation(args: argparse.Namespace, source: Path, config: ModelConfig, ggu
     for name in (LLAMA_WEIGHTS, SMALLER):
         export_gguf(setup.folder, ggufs / f"{name}.gguf", name.lower(), tokenizer_of=source)
     contest = Contest(setup, program, args.without, new_tokens=args.new_tokens, repeats=args.repeats)
+    contest.failures += ledger.document.get("failures", [])
     prompt = prompt_tokens(source, config, args.text, args.contexts[-1])
     print(f"{args.threads} threads; {program.name}: {version}")
     for context in args.contexts:
@@ -139,8 +141,7 @@ def speculation(args: argparse.Namespace, source: Path, config: ModelConfig, ggu
         print(*TURNS.lines(cell["results"]), sep="\n", flush=True)
         read = {"read_gb_per_second": bandwidth, "plain_roofline_tokens_per_second": ceiling}
         ledger.put({"context": context}, {"context": context, **read, **cell})
-        ledger.write(notes={program.name: version}, failures=ledger.document.get("failures", []) + contest.failures)
-        contest.failures.clear()
+        ledger.write(notes={program.name: version}, failures=contest.failures)
     return ledger.document
 
 
@@ -154,6 +155,7 @@ def benchmark(args: argparse.Namespace, source: Path, config: ModelConfig, ggufs
     folder = in_16_bits(source, ggufs) if is_file else source
     setup = Setup(folder=folder.resolve(), config=config, ggufs=ggufs, threads=args.threads)
     run = peer_turns.Run(setup, peers, args.without, steps=args.steps, repeats=args.repeats, agree=args.agree)
+    run.failures += ledger.document.get("failures", [])
     room = config.max_seq_len - run.decoded
     if max(args.contexts) > room:
         raise ValueError(
@@ -182,17 +184,18 @@ def benchmark(args: argparse.Namespace, source: Path, config: ModelConfig, ggufs
     todo = [cell for cell in needs if not ledger.find(dict(zip(("context", "batch"), cell, strict=True)))]
     if len(todo) < len(needs):
         print(f"{len(needs) - len(todo)} of {len(needs)} cells are in {args.json} already")
+    if not todo:
+        return ledger.document
     rates = ledger.document.get("read_gb_per_second", {"best": bandwidth})  # every cell has its own run's beside it
     extra: dict[str, Any] = {"read_gb_per_second": rates}
-    try:
-        if todo and any(peer.startswith("llama.cpp") for peer in peers):
+    with contextlib.closing(run):
+        if any(peer.startswith("llama.cpp") for peer in peers):
             try:
                 for name in ("F16", "BF16", "F32"):
                     export_gguf(folder, ggufs / f"{name}.gguf", name.lower())
             except ImportError as error:
                 run.skip("llama.cpp", one_line(error))
-        if todo:
-            run.find_missing()
+        run.find_missing()
         for peer, notes in run.notes.items():
             print(f"{peer}: {notes}")
         extra["notes"] = ledger.document.get("notes", {}) | run.notes
@@ -209,22 +212,11 @@ def benchmark(args: argparse.Namespace, source: Path, config: ModelConfig, ggufs
             print(*CELL.lines(cell["results"]), sep="\n", flush=True)
             ledger.put({"context": context, "batch": batch}, cell)
             ledger.write(**extra)
-    finally:
-        run.close()
-    again = read_bandwidth()
+    again = rates["end"] = read_bandwidth()
     print(f"* the mode that counts for its peer. Read bandwidth at the end: {again:.1f} GB/s", end="")
     print(": the percentages are too high, something else was running at the start" if again > 1.1 * bandwidth else "")
-    for peer, reason in run.skipped.items():
-        print(f"skipped {peer}: {reason}. To install it: {peer_turns.INSTALL[peer]}")
-    for failure in run.failures:
-        print(f"failed: {failure}")
-    if todo:
-        extra["read_gb_per_second"]["end"] = again
-        ledger.write(
-            **extra,
-            skipped=[{"peer": p, "reason": r, "install": peer_turns.INSTALL[p]} for p, r in run.skipped.items()],
-            failures=ledger.document.get("failures", []) + run.failures,
-        )
+    skipped = [{"peer": p, "reason": r, "install": peer_turns.INSTALL[p]} for p, r in run.skipped.items()]
+    ledger.write(**extra, skipped=skipped, failures=run.failures)
     return ledger.document
 
 

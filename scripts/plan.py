@@ -11,7 +11,6 @@ explains what is printed. Exit code: 0; 2 where what was asked for makes no sens
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common import parser_of, refusing, started
-from files import check_files, save
+from files import check_files, save_json
 from flags import given_beside, positive, sizes
 from gpt_fast_sd import DraftConfig, registry
 from gpt_fast_sd.config import KV_DTYPES, QUANTIZATIONS
@@ -47,20 +46,14 @@ def drafts_of(
     if measured and not (policies or budget):
         pairs = dict.fromkeys((one["policy"], one["budget"]) for one in measured)
         wanted = [Setting(policy=name, budget=size) for name, size in pairs if name in registry.policies()]
-        known = {"draft_model": draft_model, "quantize": quantize, "kv_bits": kv_bits}
-        return [one.draft(gamma or "auto", known) for one in wanted]
-    drafts = []
-    for name in policies or default_policies(system):
-        fields: Record = {"policy": name, "gamma": gamma or "auto"}
-        if budget or name in PROFILES:
-            fields["budget"] = budget or PROFILES[name].budget
-        if name in registry.policies() and registry.policy_class(name).own_cache:
-            fields["draft_model"] = draft_model
-        asked = {"quantize": quantize, "kv_bits": kv_bits}
-        fields |= {field: value for field, value in asked.items() if value and field in registry.fields_used(name)}
-        drafts.append(DraftConfig(**fields))
-        if not drafts[-1].max_gamma:
-            raise ValueError(f"policy {name!r} drafts nothing: there is nothing to plan")
+    else:
+        published = {name: profile.budget for name, profile in PROFILES.items()}
+        names = policies or default_policies(system)
+        wanted = [Setting(policy=name, budget=budget or published.get(name)) for name in names]
+    known = {"draft_model": draft_model, "quantize": quantize, "kv_bits": kv_bits}
+    drafts = [one.draft(gamma or "auto", known) for one in wanted]
+    if idle := [draft.policy for draft in drafts if not draft.max_gamma]:
+        raise ValueError(f"policy {idle[0]!r} drafts nothing: there is nothing to plan")
     return drafts
 
 
@@ -111,9 +104,9 @@ def _accepted(one: Record) -> str:
     return " to ".join([chances[0], *chances[1:][-1:]]) + mark
 
 
+WHERE = number("context", "context", ","), number("batch", "batch", ","), Column("draft", label, 16, left=True)
 TABLE = Table(
-    number("context", "context", ","), number("batch", "batch", ","), Column("draft", label, 16, left=True),
-    Column("accepted", _accepted, 13), number("gamma", "gamma", ""), number("T_T ms", "plain_ms", ".2f", 7),
+    *WHERE, Column("accepted", _accepted, 13), number("gamma", "gamma", ""), number("T_T ms", "plain_ms", ".2f", 7),
     number("T_D ms", "draft_ms", ".2f"), number("T_V ms", "verify_ms", ".2f", 7),
     number("T_S ms", "select_ms", ".2f"), number("tokens", "tokens_per_round", ".2f"),
     number("speed-up", "speedup", ".2f", unit="x"), number("roofline", "speedup_of_roofline", ".2f", unit="x"),
@@ -121,8 +114,7 @@ TABLE = Table(
     Column("GiB", lambda one: f"{'' if one['fits'] else '! '}{one['memory_bytes'] / GIB:,.1f}", 9),
 )  # fmt: skip
 MEASURED = Table(
-    number("context", "context", ","), number("batch", "batch", ","), Column("draft", label, 16, left=True),
-    number("gamma", "gamma", ""), number("T", "temperature", "g", 3), number("plain ms", "plain_ms", ".1f"),
+    *WHERE, number("gamma", "gamma"), number("T", "temperature", "g", 3), number("plain ms", "plain_ms", ".1f"),
     number("measured", "plain_ms_measured", ".1f"), number("round ms", "round_ms", ".1f"),
     number("measured", "round_ms_measured", ".1f"), number("speed-up", "speedup", ".2f", unit="x"),
     number("measured", "speedup_measured", ".2f", unit="x"),
@@ -236,12 +228,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--network", metavar="GB/s", type=float, help="each way between machines, for each device")
     others = "of a model that the engine does not run"
     add("--full-layers", metavar="N", type=int, help=f"{others}: layers that attend to everything (default: all)")
-    add(
-        "--window",
-        metavar="N",
-        type=int,
-        help=f"{others}: entries that other layers read (default: 0, linear attention)",
-    )
+    add("--window", metavar="N", type=int, help=f"{others}: entries that other layers read (default: 0, linear "
+        "attention)")  # fmt: skip
     add("--experts", metavar="ALL/OWN", type=experts, help=f"{others}: of a layer, and of a token, as in 32/4")
     add("--kv-link", metavar="GB/s", type=float, help="of a link behind which the cache lies, but for what drafts read")
     add("--batch", metavar="N,N", type=sizes, default=[1, 8], help="rows (default: 1,8)")
@@ -250,10 +238,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--policy", metavar="P,P", help="who drafts (default: all for whom an acceptance is known)")
     add("--budget", metavar="N", type=positive, help="entries that a draft step reads (default: as --policy's)")
     add("--gamma", metavar="N", type=positive, help="tokens drafted per round (default: the best of gamma auto's)")
-    add(
-        "--acceptance", metavar="A", action="append", default=[],
-        help="0.8, streaming=0.8, or a .json of benchmark.py; may come again (default: as published)",
-    )  # fmt: skip
+    add("--acceptance", metavar="A", action="append", default=[], help="0.8, streaming=0.8, or a .json of "
+        "benchmark.py; may come again (default: as published)")  # fmt: skip
     add("--dtype", default="bf16", choices=list(TORCH_DTYPES), help="of weights (default: bf16)")
     add("--kv-dtype", choices=KV_DTYPES, help="of the KV cache (default: as --dtype)")
     add("--quantize", choices=QUANTIZATIONS, help="of the layers' weights (default: none)")
@@ -310,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = [part.partition("=")[2] or part for part in args.acceptance]
         reads = {"--measured": args.measured, "--acceptance": given, "--model": args.model}
         check_files({"--json": args.json, "--plot": args.plot}, reads)
-        check_drawable("--plot", args.plot)
+        if args.plot:
+            check_drawable("--plot", args.plot)
         document: Record = {"benchmark": "plan"}
         if args.model:
             system, kept = system_of(args), Kept.of(args.acceptance)
@@ -329,8 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n" * bool(args.model) + comparison(document["measured"], args.measured.name))
         if args.plot and args.model:
             draw(document, args.model, args.plot)
-        if args.json:
-            save({args.json: json.dumps(document, indent=1) + "\n"}, "plan.py")
+        save_json(args.json, document, "plan.py")
     return 0
 
 

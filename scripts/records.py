@@ -10,8 +10,8 @@ from typing import Any
 
 from gpt_fast_sd import Completion, SamplingParams
 from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer
+from inputs.prompts import read_text
 from inputs.sources import OURS, as_ours, prompts_of
-from measuring.prompts import read_text
 
 Record = dict[str, Any]
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "max_drafts")

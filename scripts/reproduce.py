@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 import torch
 
 from common import parser_of, refusing, started
-from files import check_files, save
+from files import check_files, save_json
 from gpt_fast_sd import DraftConfig
 from gpt_fast_sd.model import preset
 from measuring.chips import chip_named, chip_of
 from measuring.forecast import System, budget_of, ranks_for
 from measuring.ledger import Record, complete, read_document
 from measuring.plots import check_drawable, color, draw_panels
-from measuring.points import shown_speedup
+from measuring.points import steady_of
 from measuring.roofline import EXPECTED, omega
 from measuring.tables import Column, Table, number, shown
 
@@ -199,13 +199,12 @@ def measured_in(path: Path) -> list[Record]:
         settings, chip = document["settings"], chip_of(str(document["environment"]["device"]))
         common = {key: settings[key] for key in ("model", "draft_model", "tp", "kv_dtype")}
         common |= {"chip": chip.name if chip else None}
-        points = [one for one in document["points"] if one["status"] == "measured"]
-        found = []
-        for one in points:
-            of = common | {"policy": one["policy"], "budget": one["budget"]}
-            where = {key: one[key] for key in ("batch", "context", "gamma")}
-            found.append(where | {"of": of, "speed": float(shown_speedup(one)["median"])})
-        return found
+        return [
+            {key: one[key] for key in ("batch", "context", "gamma")}
+            | {"of": common | {"policy": one["policy"], "budget": one["budget"]}, "speed": steady_of(one)["median"]}
+            for one in document["points"]
+            if one["status"] == "measured"
+        ]
 
 
 def draw(rows: Sequence[Record], path: Path) -> None:
@@ -247,7 +246,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with refusing(PROGRAM):
         names = chosen(args.recipes)
         check_files({"--json": args.json, "--plot": args.plot}, {"--measured": args.measured, "--pg19": args.pg19})
-        check_drawable("--plot", args.plot)
+        if args.plot:
+            check_drawable("--plot", args.plot)
         known = [point for path in args.measured for point in measured_in(path)]
         if args.list:
             print(*(f"{name:22}{one['what']} ({one['source']})" for name, one in RECIPES.items()), sep="\n")
@@ -269,8 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print("\n! does not fit into the chips' memory by our plan, which keeps room for graphs and their pools")
         if args.plot and rows:
             draw(rows, args.plot)
-        if args.json:
-            save({args.json: json.dumps(rows, indent=1) + "\n"}, PROGRAM)
+        save_json(args.json, rows, PROGRAM)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
 
 # isort: split
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from common import parser_of, refusing, started
-from files import check_files, save
+from files import check_files, save_json
 from flags import MODELS, add_flags, draft_of, positive, sizes, threads
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.config import KV_DTYPES
@@ -32,7 +31,7 @@ from gpt_fast_sd.fast.cpu.fused_layers import FusedLayers
 from gpt_fast_sd.loading import sensible_threads
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.steps import Runner
-from measuring import prompts
+from inputs import prompts
 from measuring.chips import Chip, rates_here
 from measuring.machine import environment
 from measuring.roofline import step_cost
@@ -155,15 +154,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for _, rounds in found:
             for each in rounds:
                 print(ROUNDS.line(each))
-        if args.json:
-            document = {
-                "benchmark": "steps", "environment": environment(cpu), "model": args.model,
-                "settings": {k: v for k, v in vars(args).items() if k not in ("model", "json")},
-                "read_gb_per_second": chip.bandwidth / 1e9, "gflops": chip.peak / 1e9,
-                "steps": [x for one, _ in found for x in one],
-                "rounds": [x for _, one in found for x in one],
-            }  # fmt: skip
-            save({args.json: json.dumps(document, indent=1) + "\n"}, "steps.py")
+        document = {
+            "benchmark": "steps", "environment": environment(cpu), "model": args.model,
+            "settings": {k: v for k, v in vars(args).items() if k not in ("model", "json")},
+            "read_gb_per_second": chip.bandwidth / 1e9, "gflops": chip.peak / 1e9,
+            "steps": [x for one, _ in found for x in one], "rounds": [x for _, one in found for x in one],
+        }  # fmt: skip
+        save_json(args.json, document, "steps.py")
     return 0
 
 

@@ -29,7 +29,6 @@ Exit code: 0 all passed; 1 something failed; 2 what was asked for makes no sense
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -37,13 +36,14 @@ from functools import partial
 from pathlib import Path
 
 from common import ProgressLine, parser_of, refusing, started
-from files import check_files, save
+from files import check_files, save_json
 from flags import add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import BUNDLED, find_smollm2, locate
 from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config
 from gpt_fast_sd.policies.registry import policy_class
-from measuring import grid, lossless, machine, prompts, soak
+from inputs import prompts
+from measuring import grid, lossless, machine, soak
 
 PROGRAM = "verify.py"
 GAMMA = {"default": 4, "type": positive, "metavar": "N", "help": "tokens drafted per round"}
@@ -55,9 +55,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(PROGRAM, __doc__)
     add = parser.add_argument
     add("--text", metavar="FILE", type=Path, default=BUNDLED / "document.txt", help="to take prompts from, UTF-8")
-    add(
-        "--context", metavar="N", type=positive, help=f"tokens of the longest prompt (default: {LONGEST}, or what fits)"
-    )
+    add("--context", metavar="N", type=positive, help=f"tokens of the longest prompt (default: {LONGEST}, or fewer)")
     add("--max-new-tokens", metavar="N", type=positive, default=32, help="of each output (default: 32)")
     add("--samples", metavar="N", type=samples, default=2000, help="of each of two prompts (default: 2000)")
     add("--soak", metavar="MINUTES", type=positive, help="random requests over all policies for so long, instead")
@@ -152,13 +150,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             findings.append(finding)
     failed, seconds = [one.check for one in findings if not one.passed], time.perf_counter() - began
     print(f"{'FAILED: ' + ', '.join(failed) if failed else 'all passed'}, {seconds:.0f} seconds")
-    if args.json:
-        document = {
-            "benchmark": "proof", "model": args.model, "engine": asdict(how), "draft": asdict(draft),
-            "environment": environment, "seconds": seconds, "passed": not failed,
-            "findings": [asdict(one) for one in findings],
-        }  # fmt: skip
-        save({args.json: json.dumps(document, indent=1, default=str) + "\n"}, PROGRAM)
+    document = {
+        "benchmark": "proof", "model": args.model, "engine": asdict(how), "draft": asdict(draft),
+        "environment": environment, "seconds": seconds, "passed": not failed,
+        "findings": [asdict(one) for one in findings],
+    }  # fmt: skip
+    save_json(args.json, document, PROGRAM)
     return 1 if failed else 0
 
 

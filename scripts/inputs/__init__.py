@@ -1,1 +1,1 @@
-"""Prompts as others publish them, and RULER's tasks made anew."""
+"""What programs read: texts cut into prompts, made-up facts, prompts as others publish them, RULER's tasks."""

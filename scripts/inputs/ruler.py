@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from gpt_fast_sd.model import parse_json
-from measuring.needles import ADJECTIVE, FIRST, LAST, NOUN
-from measuring.prompts import read_text
+from inputs.facts import ADJECTIVE, FIRST, LAST, NOUN
+from inputs.prompts import read_text
 
 RULER = "ruler:"
 NOISE = "The field is wide. The road is dry. The well is deep. On we walk. Home is far, and then it is near. "

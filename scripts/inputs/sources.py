@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt_fast_sd.model import parse_json
-from measuring.prompts import read_text
+from inputs.prompts import read_text
 
 Record = dict[str, Any]
 HUB, OURS = "hf:", ("prompt", "tokens", "messages")

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from inputs.prompts import END
 from maintain.bundled_data import MIXTURES, book_document
-from measuring.prompts import END
 from measuring.tables import Column, Table
 
 TEMPLATE = Path(__file__).with_suffix(".md")

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from measuring.needles import made_up, question, register
+from inputs.facts import made_up, question, register
 
 Ids = NDArray[np.int64]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from measuring.grid import draft_label
-from measuring.points import shown_speedup
+from measuring.points import steady_of
 
 WIDTH, HEIGHT = 520, 330  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 46, 118, 44, 52  # margins of its plot
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 def hero(points: Sequence[Record]) -> str:
     """The SVG of measured points; the colours of more batches than there are colours repeat."""
     drafts, batches = [*dict.fromkeys(map(draft_label, points))], sorted({point["batch"] for point in points})
-    ends: list[float] = [shown_speedup(point)[end] for point in points for end in ("min", "max")]
+    ends: list[float] = [steady_of(point)[end] for point in points for end in ("min", "max")]
     low = math.floor(min(ends) * 5) / 5
     high = max(math.ceil(max(ends) * 5) / 5, low + 0.2)  # one tick at least
 
@@ -82,7 +82,7 @@ def panel(
         dots = []
         body.append(f'<g class="c{color}">')
         for point in line:
-            x, (least, median, most) = x_of(point["context"]), (shown_speedup(point)[k] for k in KINDS)
+            x, (least, median, most) = x_of(point["context"]), (steady_of(point)[k] for k in KINDS)
             body.append(f'<path d="M{x:.1f} {y_of(least):.1f}V{y_of(most):.1f}" class="whisker"/>')
             dots.append((x, y_of(median)))
         body.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in dots)}"/>')

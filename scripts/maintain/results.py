@@ -42,7 +42,7 @@ from maintain.hero import hero
 from measuring.chips import rates_here
 from measuring.ledger import short_name, write_whole
 from measuring.machine import environment
-from measuring.points import shown_speedup, speed_of
+from measuring.points import steady_of
 from measuring.tables import Column, Table, number, shown
 
 PROGRAM, CPU = "results.py", ROOT / "benchmarks" / "cpu"
@@ -124,19 +124,22 @@ def of_sweep(found: Record) -> list[str]:
     def at(t: float) -> list[Column]:
         name = "greedy" if t == 0 else f"T {t:g}"
 
+        def plain(point: Record) -> str:
+            return shown(steady_of(point["plain"], "tokens_per_second"), ".0f")
+
         def show(row: dict[float, Record], text: Callable[[Record], str]) -> str:
             return text(row[t]) if t in row else "-"
 
         return [
-            Column(f"{name}: plain/s", lambda row: show(row, lambda p: shown(speed_of(p["plain"]), ".0f"))),
-            Column("steady", lambda row: show(row, lambda p: ratio(shown_speedup(p)))),
+            Column(f"{name}: plain/s", lambda row: show(row, plain)),
+            Column("steady", lambda row: show(row, lambda p: ratio(steady_of(p)))),
             Column("to the end", lambda row: show(row, lambda p: f"{p['speedup']['completion']['median']:.2f}x")),
             Column("most drafts by", lambda row: show(row, who)),
             Column("distinct", lambda row: show(row, lambda p: f"{p['distinct_4grams']['plain']:.0%}")),
         ]
 
     columns += [column for t in temperatures for column in at(t)]
-    ratios = [shown_speedup(point)["median"] for point in measured(found)]
+    ratios = [steady_of(point)["median"] for point in measured(found)]
     n_rows, n_equal = equal_rows(found)
     said = (
         f"`auto` makes {min(ratios):.2f}x to {max(ratios):.2f}x of plain decoding; {sum(r >= 0.98 for r in ratios)} of "
@@ -380,7 +383,7 @@ def front(folder: Path, readme: str) -> str:
     here, place = about["environment"], folder.relative_to(ROOT).as_posix()
     plain, ours = (d["decode_tokens_per_second"] for d in (found["first"]["plain"]["stats"], found["first"]["stats"]))
     made = {
-        name: [shown_speedup(point)["median"] for point in measured(found[name]) if point["temperature"]]
+        name: [steady_of(point)["median"] for point in measured(found[name]) if point["temperature"]]
         for name in ("sweep", "long")
     }
     n_rows, n_equal = map(sum, zip(*(equal_rows(found[name]) for name in made), strict=True))

@@ -28,17 +28,7 @@ from measuring.chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chi
 from measuring.grid import Setting, draft_fields
 from measuring.ledger import Record, complete, read_document
 from measuring.replay import PROFILES
-from measuring.roofline import (
-    EXPECTED,
-    IDEAL,
-    PRACTICAL,
-    Conditions,
-    Efficiency,
-    Forecast,
-    Refresh,
-    step_cost,
-    step_seconds,
-)
+from measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, Efficiency, Forecast, step_cost, step_seconds
 
 Chances = Sequence[float]  # that the first, second, ... draft of a round is kept if those before it were
 Alpha = float | Chances  # the same for all, or for each
@@ -136,7 +126,7 @@ class System:
                 f"experts are ALL/OWN, of which a token has at least 1 and at most all, got {self.experts}"
             )
         local_config(self.model, self.tp)  # refuses a model that ranks cannot share
-        self._require(self.quantize, self.model, self.tp)
+        self.conditions()  # refuses weights that the chips do not run
 
     @property
     def tp(self) -> int:
@@ -150,40 +140,40 @@ class System:
         n = draft.draft_tp or self.tp
         return replace(self.ranks, n=n) if self.ranks and n > 1 else None
 
-    def conditions(self, efficiency: Efficiency = IDEAL) -> Conditions:
-        """Of every step of the target: quantizing leaves the output's weights as they are."""
-        own = replace(
-            self._unquantized(self.model, self.ranks, efficiency), full_layers=self.full_layers, window=self.window,
-            experts=self.experts, kv_link=self.kv_link,
-        )  # fmt: skip
-        weight = self._weight_bytes(self.quantize, self.model, self.tp) if self.quantize else own.weight_bytes
-        return replace(own, weight_bytes=weight, precision=self.quantize)
+    def conditions(self, efficiency: Efficiency = IDEAL, copy: str | None = None) -> Conditions:
+        """Of every step of the target, or of its copy with weights of that precision, which drafts."""
+        held = self._held(self.model, self.ranks, efficiency, copy or self.quantize, of_draft=copy is not None)
+        return replace(
+            held, full_layers=self.full_layers, window=self.window, experts=self.experts, kv_link=self.kv_link
+        )
 
-    def _require(self, name: str | None, model: ModelConfig, ranks: int, *, of_draft: bool = False) -> None:
-        """ValueError where the chips do not run weights of that precision, or not of these sizes."""
-        if name is None:
-            return
-        device = torch.device(self.device)
-        entry = precision(name, device, of_draft=of_draft)
-        if entry.capability and not self.chip.float8:
-            raise ValueError(f"quantize {name!r} needs a GPU that multiplies float8, and {self.chip.name} does not")
-        if entry.only_bf16 and self.dtype != "bf16":
-            raise ValueError(f"quantize {name!r} needs bf16 weights, not {self.dtype}: use dtype 'bf16'")
-        require_sizes(name, device, local_config(model, ranks), ranks, of_draft=of_draft)
+    def _held(
+        self, model: ModelConfig, ranks: Ranks | None, efficiency: Efficiency, quantize: str | None, *,
+        of_draft: bool = False,
+    ) -> Conditions:  # fmt: skip
+        """Of every step of a model that these ranks hold, the head quantized only of a draft.
 
-    def _weight_bytes(self, name: str, model: ModelConfig, ranks: int) -> float:
-        """Bytes of one weight of the layers, scales and padding included."""
-        own, entry = local_config(model, ranks), precision(name, torch.device(self.device))
-        return bytes_of_layers(own, ranks, entry.bytes_of) / bytes_of_layers(own, ranks, lambda o, i: o * i)
-
-    def _unquantized(self, model: ModelConfig, ranks: Ranks | None, efficiency: Efficiency) -> Conditions:
-        """The same for a model that these ranks hold unquantized."""
-        own, kv = float(TORCH_DTYPES[self.dtype].itemsize), self._format.element_bytes(model.head_dim)
-        return Conditions(
-            weight_bytes=own, head_bytes=own, kv_bytes=kv, tp=ranks.n if ranks else 1,
-            all_reduce=ranks.all_reduce if ranks else roofline.free, more_kernels=MORE_NODES.get(self._format.name, 0),
+        ValueError where the chips do not run weights of that precision, or not of these sizes.
+        """
+        own, device, n = float(TORCH_DTYPES[self.dtype].itemsize), torch.device(self.device), ranks.n if ranks else 1
+        found = Conditions(
+            weight_bytes=own, head_bytes=own, kv_bytes=self._format.element_bytes(model.head_dim), ranks=ranks,
+            more_kernels=MORE_NODES.get(self._format.name, 0), precision=quantize,
             efficiency=efficiency if self.device == "cuda" else replace(efficiency, narrow={}, most_tiled=math.inf),
         )  # fmt: skip
+        if quantize is None:
+            return found
+        entry, shape = precision(quantize, device, of_draft=of_draft), local_config(model, n)
+        if entry.capability and not self.chip.float8:
+            raise ValueError(f"quantize {quantize!r} needs a GPU that multiplies float8, and {self.chip.name} does not")
+        if entry.only_bf16 and self.dtype != "bf16":
+            raise ValueError(f"quantize {quantize!r} needs bf16 weights, not {self.dtype}: use dtype 'bf16'")
+        require_sizes(quantize, device, shape, n, of_draft=of_draft)
+        weight = bytes_of_layers(shape, n, entry.bytes_of) / bytes_of_layers(shape, n, lambda o, i: o * i)
+        if of_draft:
+            rows = -(-model.vocab_size // n)
+            own = precision(entry.head, device).bytes_of(rows, model.dim) / (rows * model.dim)
+        return replace(found, weight_bytes=weight, head_bytes=own)
 
     def config(self, batch: int, context: int) -> EngineConfig:
         """The configuration of an engine for such rows; ValueError if it would refuse them."""
@@ -207,23 +197,18 @@ class System:
         device, policy = torch.device(self.device), registry.policy_class(draft.policy)
         under = self.conditions(efficiency)
         theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
-        own = self._unquantized(self.draft_model or self.model, self.draft_ranks(draft), efficiency)
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0
         tokens, drafting, selecting = roofline.omega(gamma, chances), 0.0, 0.0
         for step in policy.model_steps(draft, self.model, theirs, gamma) if gamma else ():
             view = registry.view_class(step.view)
-            of_step, size = own if step.model is theirs else under, (step.model, self.chip, batch)
-            if draft.quantize:
-                if step.model is not theirs:
+            size = step.model, self.chip, batch
+            if step.model is theirs:
+                of_step = self._held(theirs, self.draft_ranks(draft), efficiency, draft.quantize, of_draft=True)
+            else:
+                if draft.quantize:
                     require_copy(draft.quantize, self.quantize)
-                self._require(draft.quantize, step.model, of_step.tp, of_draft=True)
-                rows = -(-step.model.vocab_size // of_step.tp)
-                head = precision(precision(draft.quantize, device).head, device)
-                of_step = replace(
-                    of_step, weight_bytes=self._weight_bytes(draft.quantize, step.model, of_step.tp),
-                    precision=draft.quantize, head_bytes=head.bytes_of(rows, step.model.dim) / (rows * step.model.dim),
-                )  # fmt: skip
+                of_step = self.conditions(efficiency, draft.quantize)
             head_dim, upper = step.model.head_dim, draft.needs_planes and step.model is not theirs
             if upper:
                 of_step = replace(of_step, kv_bytes=self._format.element_bytes(head_dim, upper=True))
@@ -235,9 +220,10 @@ class System:
             drafting += step.count * step_seconds(*size, step.n_tokens, reads, of_step, attention=step.view)
             if (period := view.refresh_period(draft)) and context > draft.budget:
                 # on CUDA keys are read twice, with their weights and to sum these, and values once
-                twice, at_once = 1.5 if triton_serves(device) else 1.0, traits_of(device).windows
-                refresh = Refresh(every=period, n_observed=view.n_observed, reads=twice, at_once=at_once)
-                selecting += roofline.refresh_seconds(*size, int(context), tokens, refresh, of_step)
+                selecting += roofline.refresh_seconds(
+                    *size, int(context), tokens, of_step, every=period, n_observed=view.n_observed,
+                    reads=1.5 if triton_serves(device) else 1.0, at_once=traits_of(device).windows,
+                )  # fmt: skip
         return Forecast(
             gamma=gamma, tokens=tokens, target_seconds=self.plain(batch, context, efficiency),
             draft_seconds=drafting / gamma if gamma else 0.0,

@@ -105,12 +105,6 @@ def draft_fields(given: Mapping[str, Any]) -> Record:
     return {names[name]: value for name, value in given.items() if name in names}
 
 
-def timed_on(environment: Record, device: str, tp: int) -> Record:
-    """The properties of a machine that all times in one file must share. device: "cuda" or "cpu"."""
-    where = {name: environment.get(name) for name in ("cpu", "device", "torch")}
-    return {"machine": where, "device": device, "tp": tp, "threads": environment.get("threads")}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """One measurement."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt_fast_sd.model import Transformer
-from measuring.prompts import read_text
+from inputs.prompts import read_text
 
 Record = dict[str, Any]
 

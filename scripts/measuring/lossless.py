@@ -1,13 +1,7 @@
-"""Whether speculation changes anything: where outputs part and how close it was, and five checks of an engine.
+"""Whether speculation changes anything: where outputs part and how close it was, and the five checks of verify.py.
 
-    greedy    tokens are those of plain decoding; where they differ, two logits were closer than rounding is coarse
-    exact     with exact=True logits and tokens are those of plain decoding, bit for bit
-    samples   the first two tokens of many seeds follow the target's own distribution: a G-test
-    seeds     a seed gives the same tokens alone, beside others, in another order and slot, and again
-    refill    what is left in a cache, NaN or the largest numbers, changes no token of the next request
-
-Meanwhile a third of the drafts are made worse, as none of these would find what goes wrong where a draft is refused if
-none is: then nothing was tested, which fails.
+Meanwhile a third of the drafts are made worse, as no check would find what goes wrong where a draft is refused if none
+is: then nothing was tested, which fails.
 
 Shapes: B slots, T tokens in this call, S cache capacity, D model width, V vocabulary.
 """
@@ -38,6 +32,7 @@ from measuring.machine import release_memory
 # the roundings of long sums. In an int8 cache a number between two steps may be rounded to either, and such a step is
 # small compared with what bf16 rounds away.
 NEAR_TIE = {"bf16": 0.25, "fp16": 0.03, "int8": 0.03, "fp32": 1e-4}
+LENGTHS = 64  # tokens of which every forward has a multiple
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,10 @@ class Difference:
     speculative: int | None
     gap: float | None
     best: float = 0.0
+
+    def is_near_tie(self, *dtypes: str) -> bool:
+        """Whether rounding in the coarsest of these dtypes may decide between the two."""
+        return self.gap is not None and self.gap <= near_tie(self.best, *dtypes)
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
@@ -97,11 +96,6 @@ def near_tie(best: float, *dtypes: str) -> float:
     return widest * 2.0 ** max(0, math.frexp(best)[1] - 4)  # frexp: 4 for 8 to 16
 
 
-def is_near_tie(gap: float, *dtypes: str, best: float = 0.0) -> bool:
-    """Whether rounding in the coarsest of these dtypes may decide between logits so far apart, of which one is best."""
-    return gap <= near_tie(best, *dtypes)
-
-
 @torch.inference_mode()
 def logits_in_fp32(model: Transformer, ids: Sequence[int]) -> Tensor | None:
     """The logits [V] after T tokens, by a copy of the model in fp32; None for quantized weights."""
@@ -111,15 +105,17 @@ def logits_in_fp32(model: Transformer, ids: Sequence[int]) -> Tensor | None:
     if twin.state_dict().keys() != weights.keys():
         return None
     twin.load_state_dict(weights)
-    return logits_after(twin.eval(), ids)
+    return logits_after(twin.eval(), ids)[0]
 
 
 @torch.inference_mode()
-def logits_after(model: Transformer, ids: Sequence[int]) -> Tensor:
-    """The logits [V] after T tokens, by one forward of the whole text in the model's own dtype."""
-    tokens = torch.tensor([list(ids)], device=model.embedding.weight.device)
-    hidden = model.hidden(tokens, torch.arange(len(ids), device=tokens.device)[None], CausalSelf())[0, -1:]  # [1, D]
-    return cast(Tensor, model.output(hidden)[0].float())
+def logits_after(model: Transformer, ids: Sequence[int], last: int = 1) -> Tensor:
+    """The logits [last, V] after each of the last of T tokens, by one forward of the text in the model's own dtype."""
+    n, padding = len(ids), -len(ids) % LENGTHS  # a library keeps what it made for each length that it meets, some MiB
+    tokens = torch.tensor([[*ids, *[0] * padding]], device=model.embedding.weight.device)
+    pos = torch.arange(n + padding, device=tokens.device)[None]
+    hidden = model.hidden(tokens, pos, CausalSelf())[0, n - last : n]  # [last, D]
+    return cast(Tensor, model.output(hidden).float())
 
 
 Prompts = Sequence[Sequence[int]]
@@ -204,13 +200,11 @@ def worsened(engine: Engine) -> Iterator[None]:
 
 def tested(finding: Finding, engine: Engine) -> Finding:
     """The finding, failed where no draft was refused: nothing is known of what follows one then."""
-    stats, untested = engine.stats, "nothing tested: "
+    stats, why = engine.stats, "nothing was drafted: longer outputs, or another --draft, may"
     if not finding.passed or stats.accepted < stats.drafted:
         return finding
-    why = (
-        "all drafts were accepted" if stats.drafted else "nothing was drafted: longer outputs, or another --draft, may"
-    )
-    return replace(finding, passed=False, text=untested + why)
+    why = "all drafts were accepted" if stats.drafted else why
+    return replace(finding, passed=False, text=f"nothing tested: {why}")
 
 
 def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
@@ -219,8 +213,9 @@ def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     plain, ours = ([c.tokens for c in engine.generate(prompts, params, speculate=way)] for way in (False, True))
     stats, rows = engine.stats, [(i, prompts[i], plain[i], ours[i]) for i in range(len(prompts))]
     found = differences(rows, lambda ids: engine.logits(ids, last=1)[0])
-    wrong = [one for one in found if not _gap(one) <= near_tie(one.best, *dtypes_of(engine))]  # NaN is wrong
-    limit = max((near_tie(one.best, *dtypes_of(engine)) for one in found), default=0.0)
+    dtypes = dtypes_of(engine)
+    wrong = [one for one in found if not one.is_near_tie(*dtypes)]  # NaN is wrong
+    limit = max((near_tie(one.best, *dtypes) for one in found), default=0.0)
     text = (
         f"{len(rows) - len(found)} of {len(rows)} outputs of {n_tokens} tokens are those of plain decoding "
         f"({stats.acceptance_rate:.0%} of drafts accepted)"
@@ -228,18 +223,14 @@ def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     if found:
         text += f"; {len(found) - len(wrong)} part at a near-tie, where logits are at most {limit:g} apart"
     if wrong:
-        at = max(wrong, key=_gap)
-        text += f"; prompt {at.index} parts at token {at.position}, where they are {_gap(at):.2g} apart"
+        at = max(wrong, key=lambda one: one.gap or 0.0)
+        text += f"; prompt {at.index} parts at token {at.position}, where they are {at.gap:.2g} apart"
     figures = {"differences": [asdict(one) for one in found], "near_tie": limit, "acceptance": stats.acceptance_rate}
     return Finding("greedy", not wrong, text, figures | {"outputs": len(rows)})
 
 
 def dtypes_of(engine: Engine) -> list[str]:
     return [engine.dtype_name, engine.config.kv_dtype or engine.dtype_name]
-
-
-def _gap(one: Difference) -> float:
-    return math.inf if one.gap is None else one.gap
 
 
 def exact(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from gpt_fast_sd.loading import TORCH_DTYPES, check_kv_dtype, locate, natural_dt
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, read_config, read_stored_dtype, read_stored_float8
 from gpt_fast_sd.serving.draft_planner import DraftPlanner
 from gpt_fast_sd.tp import Parallel
-from measuring import grid, lossless, machine, plots, points, prompts
+from inputs import prompts
+from inputs.rows import Rows
+from measuring import grid, lossless, machine, plots, points
 from measuring.chips import Chip, Ranks, chip_of, rates_here
 from measuring.forecast import System
 from measuring.grid import Point, Setting, draft_fields, draft_label, has_a_model
@@ -52,7 +55,7 @@ class Job:
     config: ModelConfig
     tokenizer: Tokenizer | None
     texts: Mapping[str, Sequence[int]]  # none where prompts are made up
-    rows: prompts.Rows | None  # of sweeps over size and precision
+    rows: Rows | None  # of sweeps over size and precision
     settings: list[Setting]
     skipped: dict[str, str]
     told: Callable[[Exception], str]
@@ -66,8 +69,11 @@ class Job:
 
     @property
     def timed(self) -> Record:
-        here, device = machine.environment(self.parallel.device), self.parallel.device.type
-        return grid.timed_on(here, device, self.parallel.tp) | {"seconds": self.args.seconds}
+        """The properties of a machine, and of how it is timed, that all times in one file must share."""
+        here, parallel = machine.environment(self.parallel.device), self.parallel
+        where = {name: here[name] for name in ("cpu", "device", "torch")}
+        how = {"device": parallel.device.type, "tp": parallel.tp, "threads": here["threads"]}
+        return {"machine": where, **how, "seconds": self.args.seconds}
 
     def ledger(self, benchmark: str, settings: Record, results: str = "results") -> Ledger:
         path = self.args.json if self.parallel.is_main else None
@@ -125,6 +131,7 @@ class Mode:
     ledger: Ledger
     table: Table
     bar: Any = None
+    nothing = "nothing could be measured; the reasons are above"
 
     def key(self, point: Point) -> Record:
         return point.key
@@ -146,15 +153,18 @@ class Mode:
             self.bar.write(f"skipped {point.setting.label}: {self.job.told(found)}")
             return
         self.ledger.put(self.key(point), self.key(point) | found)
-        self.ledger.write(skipped=self.job.skipped)
+        self.ledger.write(**self.summary())
         self.bar.write(self.line(self.ledger.find(self.key(point)) or {}))
+
+    def summary(self) -> Record:
+        """What the file says beside its results."""
+        return {"skipped": self.job.skipped}
 
     def line(self, record: Record) -> str:
         return self.table.line(record)
 
     def step(self, what: str) -> None:
-        if self.bar is not None:
-            self.bar.set_description(what)
+        self.bar.set_description(what)
 
     def run(self) -> list[Record]:
         """Measure what the file does not hold yet -> the results of all points, as far as there are any."""
@@ -172,7 +182,7 @@ class Mode:
         with tqdm(total=len(todo), unit="point", leave=False, disable=None if parallel.is_main else True) as self.bar:
             for group in grid.groups(todo, exact=args.exact):
                 self.measure_group(group)
-        return [record for point in self.points if (record := self.known(point))]
+        return [record for point in self.points if (record := self.ledger.find(self.key(point)))]
 
     def before_engines(self) -> None:
         """Measure what needs a device that no engine fills."""
@@ -189,10 +199,12 @@ class Mode:
         engine: Engine | None = None
         drafting: DraftConfig | None = None
 
-        def fail(points: list[Point], error: Exception) -> None:
+        def taken(points: list[Point], found: Record | Exception) -> None:
             for one in points:
                 left.remove(one)
-                self._taken(one, error)
+                if parallel.is_main:
+                    self.done(one, found)
+                self.bar.update()
 
         while left:
             point, draft = left[0], self.job.draft(left[0])
@@ -207,30 +219,21 @@ class Mode:
                     # it may be this draft for which none can be built: the others of its length get one without it
                     concerned = [p for p in left if drafting is None or self.job.draft(p) == draft]
                     longest = max(p.context for p in concerned)
-                    fail([p for p in concerned if p.context == longest], error)
+                    taken([p for p in concerned if p.context == longest], error)
                     continue
+            concerned = [p for p in left if self.job.draft(p) == draft]
             try:
                 if drafting != draft:
                     engine.redraft(draft)
                     drafting = draft
                 engine.warm_up()
-            except kinds as error:
-                fail([p for p in left if self.job.draft(p) == draft], error)
-                engine = None
-                continue
-            try:
+                concerned = [point]
                 found = self.measure(point, engine)
             except kinds as error:
-                fail([point], error)
+                taken(concerned, error)
                 engine = None  # its state is unknown: the others get a new one
             else:
-                left.remove(point)
-                self._taken(point, found)
-
-    def _taken(self, point: Point, found: Record | Exception) -> None:
-        if self.job.parallel.is_main:
-            self.done(point, found)
-        self.bar.update()
+                taken(concerned, found)
 
     def warn_of_speeds(self) -> None:
         if self.job.args.no_compile:
@@ -242,6 +245,14 @@ class Mode:
             folder.mkdir(parents=True, exist_ok=True)
             for path in draw(describe(self.ledger.document), folder):
                 print(f"drawn: {path}")
+
+    def listed(self, found: list[Record]) -> list[Record]:
+        """Print all results in one table -> those that were measured; NothingMeasured where there is none."""
+        if found:
+            print("", self.table.head, *map(self.line, found), sep="\n")
+        if measured := [r for r in found if r.get("status") != "failed"]:
+            return measured
+        raise NothingMeasured(self.nothing)
 
     def report(self, found: list[Record]) -> None:
         """Print what follows from the results, and draw them; NothingMeasured, or OutputsDiffer where they must not."""
@@ -286,23 +297,14 @@ class BySize(Mode):
         super().__init__(job, job.points(args.context), job.ledger(self.benchmark, settings, "points"), self.rows_of)
         self.draft_config = draft_config
         self.chip: Chip | None = None  # the machine's rates, once they are measured
-
-    def note(self, batch: int, context: int) -> str | None:
-        """What is to be said of a point's prompts, which are not made before an engine has room for them."""
-        return self.rows.note(batch, context)
+        for note in dict.fromkeys(self.rows.note(b, c) for b in args.batch for c in args.context):
+            if note:
+                job.parallel.log(note)
 
     def known(self, point: Point) -> Record | None:
         """The figures that the file holds: what failed is tried again."""
         found = super().known(point)
         return found if found and found.get("status") == "measured" else None
-
-    def run(self) -> list[Record]:
-        """As every mode, after the notes about the prompts."""
-        for note in dict.fromkeys(self.note(b, c) for b in self.job.args.batch for c in self.job.args.context):
-            if note:
-                self.job.parallel.log(note)
-        super().run()
-        return [record for point in self.points if (record := self.ledger.find(point.key))]
 
     def before_engines(self) -> None:
         """The rates of the machine: an engine leaves no room for what is copied and multiplied to measure them."""
@@ -324,7 +326,7 @@ class BySize(Mode):
         system, name = self.system(engine), f"{point.batch} x {point.context:,}, {draft_label(point.key)}"
         found = self.figures(point, engine, system, sets, lambda what: self.step(f"{name}: {what}"))
         rates = {"bandwidth": system.chip.bandwidth, "peak": system.chip.peak}
-        return found | {"note": self.note(point.batch, point.context), "machine": rates}
+        return found | {"note": self.rows.note(point.batch, point.context), "machine": rates}
 
     def figures(self, point: Point, engine: Engine, system: System, sets: Sets, tell: Progress) -> Record:
         machine.restart_peak(engine.device)
@@ -339,26 +341,19 @@ class BySize(Mode):
         """Store and print the figures, or why there are none; they replace older ones."""
         if isinstance(found, Exception):
             found = {"status": "failed", "reason": self.job.told(found)}
-        self.ledger.put(point.key, point.key | found)
-        if self.benchmark == "batch":  # lengths are of one precision
-            measured = [r for r in self.ledger.records if r.get("status") == "measured"]
-            self.ledger.document["lengths"] = lengths_of(measured)
-        self.ledger.write()
-        self.bar.write(self.line(self.ledger.find(point.key) or {}))
+        super().done(point, found)
         if "speedup" in found:
             self.bar.write(points.more(found))
+
+    def summary(self) -> Record:
+        """The lengths, which are of one precision."""
+        measured = [r for r in self.ledger.records if r.get("status") == "measured"]
+        return {"lengths": lengths_of(measured)} if self.benchmark == "batch" else {}
 
     def line(self, record: Record) -> str:
         if record["status"] == "measured":
             return "\n".join(self.table.line(record | one) for one in record.get("precisions", [{}]))
         return f"{record['context']:>7,}  {record['batch']:>5}  {draft_label(record):<34}  skipped: {record['reason']}"
-
-    def listed(self, found: list[Record]) -> list[Record]:
-        """Print all points in one table -> those that were measured; NothingMeasured where there is none."""
-        print("", self.table.head, *map(self.line, found), sep="\n")
-        if measured := [r for r in found if r.get("status") == "measured"]:
-            return measured
-        raise NothingMeasured("nothing could be measured; the reasons are above")
 
     def report(self, found: list[Record]) -> None:
         found.sort(key=lambda r: (draft_label(r), r["context"], r["batch"]))
@@ -385,6 +380,8 @@ class BySize(Mode):
 
 class ByBudget(Mode):
     """Acceptance, tokens per round and speed over the draft budget, at one batch and context."""
+
+    nothing = "no policy could be measured; the reasons are above"
 
     def __init__(self, job: Job) -> None:
         args = job.args
@@ -429,19 +426,19 @@ class ByBudget(Mode):
         }  # fmt: skip
 
     def report(self, found: list[Record]) -> None:
-        if not found:
-            raise NothingMeasured("no policy could be measured; the reasons are above")
-        print("", self.table.head, *map(self.line, found), sep="\n")
+        self.listed(found)
         if not self.job.args.pairs:
             print("no pairs: each point was decoded once to count acceptance, and nothing was timed")
         else:
             self.warn_of_speeds()
-        self.ledger.write(transformer=asdict(self.job.config), skipped=self.job.skipped)
+        self.ledger.write(transformer=asdict(self.job.config), **self.summary())
         self.draw(lambda title, folder: plots.draw_budgets(found, title, folder / "budgets.png"))
 
 
 class Lossless(Mode):
     """Every policy compared with plain decoding, token for token, on prompts of ragged length."""
+
+    nothing = "no policy could be built; the reasons are above"
 
     def __init__(self, job: Job) -> None:
         args = job.args
@@ -491,7 +488,7 @@ class Lossless(Mode):
         stats = (ours := self.decode(engine, point.setting.label, speculate=True)).stats
         found = lossless.differences(
             zip(range(len(self.prompts)), self.prompts, plain["outputs"], ours.outputs, strict=True),
-            lambda ids: lossless.logits_after(engine.model, ids), LOOKING,
+            lambda ids: lossless.logits_after(engine.model, ids)[0], LOOKING,
         )  # fmt: skip
         return {
             "prompts": len(self.prompts), "equal": len(self.prompts) - len(found),
@@ -508,9 +505,7 @@ class Lossless(Mode):
         return "\n".join(lines)
 
     def report(self, found: list[Record]) -> None:
-        if not found:
-            raise NothingMeasured("no policy could be built; the reasons are above")
-        print("", self.table.head, *map(self.line, found), sep="\n")
+        self.listed(found)
         engine = self.ledger.document["settings"]
         dtypes = engine["dtype"], engine["kv_dtype"] or engine["dtype"]
         must = engine["exact"] or dtypes == ("fp32", "fp32")
@@ -518,7 +513,7 @@ class Lossless(Mode):
         def is_wrong(one: Record) -> bool:
             if must or one["gap"] is None:
                 return must
-            return not lossless.is_near_tie(one["gap"], *dtypes, best=one.get("best", 0.0))
+            return not one["gap"] <= lossless.near_tie(one.get("best", 0.0), *dtypes)  # NaN is wrong
 
         if wrong := [r["policy"] for r in found if any(map(is_wrong, r["differences"]))]:
             raise OutputsDiffer(f"not token-identical to plain decoding: {', '.join(wrong)}")
@@ -543,10 +538,7 @@ class Precision(NamedTuple):
 
     @property
     def text(self) -> str:
-        parts = [one or NOTHING for one in self]
-        while len(parts) > 1 and parts[-1] == NOTHING:
-            parts.pop()
-        return "/".join(parts)
+        return re.sub(rf"(/{NOTHING})+$", "", "/".join(one or NOTHING for one in self))
 
     @property
     def of_target(self) -> Precision:

@@ -1,7 +1,4 @@
-"""Continuations that have to be copied from far back: made-up facts, registers, passages; and what drafts come to.
-
-Nobody can know the facts: a model that answers has read the place where they stand.
-"""
+"""Continuations that have to be copied from far back: made-up facts, registers, passages; and what drafts come to."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.model import Tokenizer
+from inputs.facts import DIGITS, fact, made_up, question, register
 from measuring.tables import Column, Table, shown
 
 KINDS = ("needle", "lookup", "copy", "prose")
@@ -23,66 +20,6 @@ COPIED = 20  # tokens of a passage read again, or of prose, that are generated
 DEPTHS = (0.05, 0.4)  # of the facts that are asked for: far from both ends
 RESAMPLES = 2000  # of a bootstrap interval
 Record = dict[str, Any]
-DIGITS = 5  # of an answer
-
-FIRST = (
-    "Agnes Albert Alice Ambrose Anna Arthur Beatrice Benjamin Bertha Caleb Caroline Charles Clara Cyril Daniel Dora "
-    "Edith Edmund Eleanor Ernest Esther Felix Florence Francis George Grace Hannah Harold Helen Henry Hester Hugh Ida "
-    "Isaac Jane Jasper Joseph Julia Laura Leonard Lucy Lydia Mabel Martin Matilda Miriam Nathan Nora Oliver Owen "
-    "Philip Rachel Ralph Robert Rose Rupert Sarah Silas Simon Sophia Stephen Susan Thomas Violet Walter William"
-).split()
-LAST = (
-    "Abbott Ainsley Archer Barlow Beckett Blackwood Bramley Bright Calder Carver Chambers Clifton Coombe Crane Dalton "
-    "Drake Dunstan Ellery Fairfax Fenwick Fletcher Forrest Garland Gibbon Gray Hale Hargrave Harper Hartley Holloway "
-    "Ingram Keating Kirby Lambert Langley Lockwood Marsden Merrick Milford Norris Oakley Palmer Pembroke Perkins "
-    "Quince Radcliffe Ransom Redfern Rowley Savage Selwyn Shelby Stanton Sutton Thorne Turner Underhill Vernon "
-    "Wainwright Ward Weston Whitlock Winter Yardley York"
-).split()
-ADJECTIVE = (
-    "amber ancient blue brass broken bronze copper crimson crooked crystal dark distant empty faded gilded golden "
-    "gray green hidden hollow iron ivory little lonely marble narrow northern old painted pale purple quiet red rusty "
-    "sacred secret silent silver small southern square stone stolen sunken tall velvet violet white winding wooden "
-    "yellow"
-).split()
-NOUN = (
-    "anchor arch barrel basket bell boat bottle box bridge button cabinet candle castle chain chest clock coat "
-    "compass cottage crown cup door drum feather fiddle flag flute fountain garden gate glove hammer harbour key "
-    "kettle knife ladder lamp lantern letter lock mill mirror needle oar pearl pipe plough ring saddle ship spoon "
-    "statue sword tower trumpet vase violin wagon watch wheel whistle window"
-).split()
-
-
-def person(rng: np.random.Generator) -> str:
-    """A name such as "Clara Lockwood"; about 4,200 are possible."""
-    return f"{rng.choice(FIRST)} {rng.choice(LAST)}"
-
-
-def thing(rng: np.random.Generator) -> str:
-    """A thing such as "the silver lantern"; about 3,300 are possible."""
-    return f"the {rng.choice(ADJECTIVE)} {rng.choice(NOUN)}"
-
-
-def made_up(rng: np.random.Generator, n: int) -> tuple[list[str], list[str]]:
-    """n different names of one sort, and a number for each; ValueError for more than there are."""
-    if n > (most := min(len(FIRST) * len(LAST), len(ADJECTIVE) * len(NOUN))):
-        raise ValueError(f"there are {most:,} names for facts, too few for {n:,}")
-    make, names = (person if rng.random() < 0.5 else thing), dict[str, None]()
-    while len(names) < n:
-        names[make(rng)] = None
-    return [*names], ["".join(map(str, rng.integers(0, 10, DIGITS))) for _ in names]
-
-
-def fact(name: str, value: str) -> str:
-    """The sentence that states a needle: the value follows the name at once, the easiest order for a small model."""
-    return f"Remember {name} {value}."
-
-
-def question(name: str) -> str:
-    return f"Recall {name} "
-
-
-def register(names: Sequence[str], values: Sequence[str]) -> list[str]:
-    return [fact(name, value) for name, value in zip(names, values, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,34 +38,10 @@ class Case:
         return None if self.answer is None else completion.tokens == self.answer
 
 
-def lookup(tokenizer: Tokenizer, names: Sequence[str], values: Sequence[str], asked: int) -> Case:
-    prompt = tokenizer.encode("\n".join([*register(names, values), question(names[asked])]))
-    return Case(prompt=prompt, answer=values[asked], cell=(len(names),))
-
-
-def needle(tokenizer: Tokenizer, rng: np.random.Generator, books: Sequence[Tensor], length: int, depth: float) -> Case:
-    """Prose with one fact at depth, then its question: prompt and answer together take at most length tokens."""
-    (name,), (value,) = made_up(rng, 1)
-    ids = books[int(rng.integers(len(books)))]
-    start = int(rng.integers(0, max(1, len(ids) - length)))
-    room = length
-    while True:
-        place = start + round(depth * room)
-        parts = ids[start:place], ids[place : start + room]
-        before, after = (tokenizer.decode(part.tolist()).strip("\ufffd") for part in parts)
-        prompt = tokenizer.encode(f"{before}\n{fact(name, value)}\n{after}\n{question(name)}")
-        excess = len(prompt) + DIGITS - length
-        if excess <= 0:
-            return Case(prompt=prompt, answer=value, cell=(length, depth))
-        if room <= excess:
-            raise ValueError(f"a needle does not fit into {length} tokens")
-        room -= excess
-
-
 class Cases:
     """Makes cases of a kind and length, prompt and answer together, out of held-out prose."""
 
-    def __init__(self, tokenizer: Tokenizer, texts: Mapping[str, list[int]], seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, texts: Mapping[str, Sequence[int]], seed: int = 0) -> None:
         self.tokenizer, self.seed = tokenizer, seed
         self.books = [torch.tensor(ids) for ids in texts.values()]
         self.bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -138,15 +51,34 @@ class Cases:
         rng = np.random.default_rng([self.seed, KINDS.index(kind), length])
         return [getattr(self, kind)(rng, length) for _ in range(n)]
 
-    def needle(self, rng: np.random.Generator, length: int) -> Case:
-        """Prose with one fact far back, asked for at the end."""
-        return needle(self.tokenizer, rng, self.books, length, rng.uniform(*DEPTHS))
+    def needle(self, rng: np.random.Generator, length: int, depth: float | None = None) -> Case:
+        """Prose with one fact at depth, None: far back, asked for at the end."""
+        depth = rng.uniform(*DEPTHS) if depth is None else depth
+        (name,), (value,) = made_up(rng, 1)
+        ids = self.books[int(rng.integers(len(self.books)))]
+        start, room = int(rng.integers(0, max(1, len(ids) - length))), length
+        while True:
+            place = start + round(depth * room)
+            parts = ids[start:place], ids[place : start + room]
+            before, after = (self.tokenizer.decode(part.tolist()).strip("\ufffd") for part in parts)
+            prompt = self.tokenizer.encode(f"{before}\n{fact(name, value)}\n{after}\n{question(name)}")
+            excess = len(prompt) + DIGITS - length
+            if excess <= 0:
+                return Case(prompt=prompt, answer=value, cell=(length, depth))
+            if room <= excess:
+                raise ValueError(f"a needle does not fit into {length} tokens")
+            room -= excess
+
+    def asked(self, names: Sequence[str], values: Sequence[str], place: int) -> Case:
+        """A register of facts, one of which is asked for."""
+        prompt = self.tokenizer.encode("\n".join([*register(names, values), question(names[place])]))
+        return Case(prompt=prompt, answer=values[place], cell=(len(names),))
 
     def lookup(self, rng: np.random.Generator, length: int) -> Case:
         names, values = made_up(rng, min(2000, max(2, length // 14)))
         place = rng.uniform(*DEPTHS)
         while True:
-            case = lookup(self.tokenizer, names, values, int(place * len(names)))
+            case = self.asked(names, values, int(place * len(names)))
             excess = len(case.prompt) + DIGITS - length
             if excess <= 0:
                 return case

@@ -226,21 +226,18 @@ class Contest(Field):
             return min((peer.decode(prompt, self.new_tokens) for _ in range(HEATS)), key=lambda run: run.seconds)
 
     def turns(self, best: Sequence[Entry], prompt: list[int]) -> dict[Entry, list[Decoded]]:
-        where, runs = f"context {len(prompt)}", dict[Entry, list[Decoded]]()
+        peers: dict[Entry, Worker | LlamaServer] = {}
+
+        def begin(entry: Entry) -> Decoded:
+            peers[entry] = started.enter_context(contextlib.closing(self.start(entry, len(prompt))))
+            return peers[entry].decode(prompt, min(SHORT, self.new_tokens))
+
+        def run(entry: Entry) -> Decoded:
+            return peers[entry].decode(prompt, self.new_tokens)
+
         with contextlib.ExitStack() as started:
-            peers = {}
-            for entry in best:
-                if peer := self.attempt(entry, where, self.start, entry, len(prompt)):
-                    peers[entry] = started.enter_context(contextlib.closing(peer))
-                    if self.attempt(entry, where, peer.decode, prompt, min(SHORT, self.new_tokens)):
-                        runs[entry] = []
-            for _ in range(self.repeats):
-                for entry in list(runs):
-                    if run := self.attempt(entry, where, peers[entry].decode, prompt, self.new_tokens):
-                        runs[entry].append(run)
-                    else:
-                        del runs[entry]
-        return runs
+            found = self.in_turns(best, f"context {len(prompt)}", [begin, *[run] * self.repeats])
+        return {entry: runs[1:] for entry, runs in found.items()}
 
     def cell(self, prompt: list[int]) -> dict[str, Any]:
         heats: dict[Entry, Decoded] = {}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gpt_fast_sd.model import ModelConfig
-from measuring import prompts
+from inputs import prompts
 from measuring.chips import measure
 from measuring.lossless import n_agreeing
 from measuring.peers import AS_IT_COMES, Entry, Field, PeerFailed, PeerMissing, Setup, Worker, entries
@@ -118,7 +118,7 @@ class Run(Field):
             except PeerMissing as reason:
                 self.skip(entry.peer, str(reason))
             except PeerFailed as reason:
-                self.fail(entry, f"{entry.dtype}, start", reason)
+                self.fail(entry, "bf16, start", reason)
                 self.entries.remove(entry)
 
     def reference(self, context: int) -> Reference | None:
@@ -145,7 +145,7 @@ class Run(Field):
 
         report = {}
         for entry in (one for peer in self.peers if peer not in self.skipped for one in entries(peer, "fp32")):
-            if found := self.attempt(entry, f"{entry.dtype}, context {context}", agreement, entry):
+            if found := self.attempt(entry, f"fp32, context {context}", agreement, entry):
                 report[entry.label] = found
                 print(f"  {entry.label:<62}{agreement_phrase(found)}", flush=True)
         return report
@@ -159,9 +159,9 @@ class Run(Field):
             worker.call("reserve", batch, context + self.decoded)
             start = time.perf_counter()
             first = worker.call("prefill", self.prompt[:context])
-            timing = Timing(entry=entry, prefill_seconds=time.perf_counter() - start, tokens=[first])
-            timing.tokens += worker.call("steps", WARMUP_STEPS, 0)[0]
-            return timing
+            timings[entry] = Timing(entry=entry, prefill_seconds=time.perf_counter() - start, tokens=[first])
+            timings[entry].tokens += worker.call("steps", WARMUP_STEPS, 0)[0]
+            return timings[entry]
 
         def take_turn(entry: Entry) -> Timing:
             tokens, milliseconds = self.worker(entry).call("steps", 1, self.steps)
@@ -169,15 +169,12 @@ class Run(Field):
             timings[entry].milliseconds += milliseconds
             return timings[entry]
 
-        for turn in range(1 + self.repeats):
-            for entry in list(timings) if turn else self.entries:
-                where = f"{entry.dtype}, context {context}, batch {batch}"
-                if done := self.attempt(entry, where, take_turn if turn else prepare, entry):
-                    timings[entry] = done
-                else:
-                    self.workers.pop(entry, None)
-                    timings.pop(entry, None)
-        return list(timings.values())
+        turns, where = [prepare, *[take_turn] * self.repeats], f"bf16, context {context}, batch {batch}"
+        return [timings[entry] for entry in self.in_turns(self.entries, where, turns)]
+
+    def fail(self, entry: Entry, where: str, reason: Exception) -> None:
+        super().fail(entry, where, reason)
+        self.workers.pop(entry, None)  # another cell may start it again
 
     def close(self) -> None:
         for worker in self.workers.values():

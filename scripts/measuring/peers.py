@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.loading import TORCH_DTYPES
 from gpt_fast_sd.model import ModelConfig
 from measuring.machine import version
 from measuring.peer_gpt_fast import GptFast
@@ -36,7 +37,6 @@ LLAMA_MODES = {
              ("BF16", "BF16", False)),
     "fp32": (("F32", "F32", False),),
 }  # fmt: skip
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 T = TypeVar("T")
 
 # One engine each with its model loaded; all rows hold the same prompt, each in its own memory.
@@ -431,6 +431,19 @@ class Field:
         except (PeerMissing, PeerFailed) as reason:
             self.fail(entry, where, reason)
             return None
+
+    def in_turns(
+        self, entries: Sequence[Entry], where: str, turns: Sequence[Callable[[Entry], T]]
+    ) -> dict[Entry, list[T]]:
+        """What each mode gives in each turn; one that fails is out."""
+        found: dict[Entry, list[T]] = {entry: [] for entry in entries}
+        for turn in turns:
+            for entry in [*found]:
+                if (given := self.attempt(entry, where, turn, entry)) is None:
+                    del found[entry]
+                else:
+                    found[entry].append(given)
+        return found
 
     def fail(self, entry: Entry, where: str, reason: Exception) -> None:
         self.failures.append(f"{entry.label}, {where}: {reason}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring.grid import Record, draft_label
-from measuring.points import shown_speedup
+from measuring.points import steady_of
 
 Draw = Callable[[Any], None]
 SPEED = "speed, times plain decoding"
@@ -17,14 +17,10 @@ SUFFIXES = (".png", ".pdf", ".svg")
 COLORS = ("#9277dd", "#3d8fd6", "#22a385", "#d18a16", "#e0574f", "#a87850", "#cf62a8", "#7f9a2c")
 
 
-def check_drawable(flag: str, *files: Path | None) -> None:
-    """ValueError, before any work is done, if matplotlib is missing or does not know the format of a file."""
-    wanted = [file for file in files if file is not None]
-    if files and not wanted:
-        return
-    for file in wanted:
-        if file.suffix.lower() not in SUFFIXES:
-            raise ValueError(f"cannot draw {file}: its name must end in .png, .pdf or .svg")
+def check_drawable(flag: str, file: Path | None = None) -> None:
+    """ValueError, before any work is done, if matplotlib is missing or does not know the format of the file."""
+    if file and file.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"cannot draw {file}: its name must end in .png, .pdf or .svg")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f'{flag} needs matplotlib: pip install "gpt_fast_sd[plot]"')
 
@@ -92,27 +88,28 @@ def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, 
         f"{steady}\ncritical length (red): beyond it the speed-up grows with the batch, "
         "its least-squares slope over log2 of the batch is above 0"
     )
-    pictures: tuple[tuple[str, Callable[[Any, str, list[Record]], None], str, str, str], ...] = (
-        ("speedup_by_batch.png", lambda panel, _, ours: draw_speedup(panel, ours, "batch", "context"),
-         "batch", SPEED, steady),
-        ("speedup_by_context.png", lambda panel, draft, ours: draw_contexts(panel, draft, ours, lengths),
-         "context, tokens", SPEED, critical),
-        ("throughput_latency.png", lambda panel, _, ours: draw_latency(panel, ours),
-         "milliseconds per token of one row", "tokens per second of all rows", "each point a batch; dashed: plain"),
-    )  # fmt: skip
 
-    def draw(panel: Any, draft: str, draw_panel: Callable[[Any, str, list[Record]], None]) -> None:
-        panel.set_title(draft, fontsize=10)
-        draw_panel(panel, draft, [r for r in points if draft_label(r) == draft])
-        panel.legend(fontsize=7, frameon=False)
+    def picture(name: str, show: Callable[[Any, str, list[Record]], None], xlabel: str, ylabel: str, how: str) -> Path:
+        def draw(panel: Any, draft: str) -> None:
+            panel.set_title(draft, fontsize=10)
+            show(panel, draft, [r for r in points if draft_label(r) == draft])
+            panel.legend(fontsize=7, frameon=False)
 
-    for name, draw_panel, xlabel, ylabel, how in pictures:
-        panels = [partial(draw, draft=draft, draw_panel=draw_panel) for draft in drafts]
-        draw_panels(
-            [panels[i : i + 2] for i in range(0, len(panels), 2)], folder / name, title=f"{title}\n{how}",
-            xlabel=xlabel, ylabel=ylabel, size=(5, 3.8), share="xy",
-        )  # fmt: skip
-    return [folder / name for name, *_ in pictures]
+        panels = [partial(draw, draft=draft) for draft in drafts]
+        rows = [panels[i : i + 2] for i in range(0, len(panels), 2)]
+        said = f"{title}\n{how}"
+        draw_panels(rows, folder / name, title=said, xlabel=xlabel, ylabel=ylabel, size=(5, 3.8), share="xy")
+        return folder / name
+
+    return [
+        picture("speedup_by_batch.png", lambda panel, _, ours: draw_speedup(panel, ours, "batch", "context"),
+                "batch", SPEED, steady),
+        picture("speedup_by_context.png", lambda panel, draft, ours: draw_contexts(panel, draft, ours, lengths),
+                "context, tokens", SPEED, critical),
+        picture("throughput_latency.png", lambda panel, _, ours: draw_latency(panel, ours),
+                "milliseconds per token of one row", "tokens per second of all rows",
+                "each point a batch; dashed: plain"),
+    ]  # fmt: skip
 
 
 def draw_speedup(panel: Any, ours: Sequence[Record], over: str, by: str) -> None:
@@ -120,7 +117,7 @@ def draw_speedup(panel: Any, ours: Sequence[Record], over: str, by: str) -> None
     for i, value in enumerate(sorted({r[by] for r in ours})):
         row = sorted((r for r in ours if r[by] == value), key=lambda r: r[over])
         xs = [r[over] for r in row]
-        line(panel, xs, [shown_speedup(r) for r in row], i, f"{by} {value:,}")
+        line(panel, xs, [steady_of(r) for r in row], i, f"{by} {value:,}")
         panel.plot(xs, [r["speedup"]["completion"]["median"] for r in row], ":", color=color(i), linewidth=0.9)
     panel.axhline(1.0, color="black", linewidth=0.8)
     over_log2(panel, sorted({r[over] for r in ours}))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import linear_regression
+from typing import Any
 
 from gpt_fast_sd import DraftConfig, Engine
-from gpt_fast_sd.serving.stats import EngineStats
 from gpt_fast_sd.tp import collectives_per_step
 from measuring import machine
 from measuring.forecast import System
@@ -16,19 +16,14 @@ from measuring.tables import Column, Table, number, shown
 from measuring.turns import WAYS, Turns, median_interval, spread, totals, way_of
 
 
-def predict(point: Point, system: System, draft: DraftConfig, stats: EngineStats) -> Record:
-    """A plain step, a round of the gammas that were run, and the speed-up at the measured tokens per round."""
-    kept = stats.acceptance_rate, stats.tokens_per_round, stats.rounds_by_gamma
-    return system.predict(draft, point.batch, point.context + system.room / 2, *kept)
-
-
 def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft: DraftConfig) -> Record:
     """All results of a point, JSON-ready."""
     counts, plain_counts = turns.counts, totals(turns.plain)
     is_comparable = point.temperature == 0
     differences = turns.first_differences if is_comparable else []
     ratios = {name: turns.ratios(name) for name in ("steady", "completion")}
-    predicted = predict(point, system, draft, counts)
+    kept = counts.acceptance_rate, counts.tokens_per_round, counts.rounds_by_gamma
+    predicted = system.predict(draft, point.batch, point.context + system.room / 2, *kept)
     plain, speculative = (way_of(runs, point.batch) for runs in (turns.plain, turns.speculative))
     return {
         "status": "measured", "dtype": engine.dtype_name, "kv_dtype": engine.config.kv_dtype or engine.dtype_name,
@@ -95,10 +90,9 @@ def crossing(contexts: Sequence[int], values: Sequence[float], level: float) -> 
     return {"context": at, "of_measured": "between", "phrase": f"{at:,.0f}"}
 
 
-def shown_speedup(record: Record) -> Record:
-    """The steady speed-up or, if runs were too short for one, that to completion."""
-    found: Record = record["speedup"]["steady"] or record["speedup"]["completion"]
-    return found
+def steady_of(record: Record, figure: str = "speedup") -> Any:
+    """The steady figure or, if runs were too short for one, that to completion."""
+    return record[figure]["steady"] or record[figure]["completion"]
 
 
 def lengths_of(points: Sequence[Record]) -> list[Record]:
@@ -106,7 +100,7 @@ def lengths_of(points: Sequence[Record]) -> list[Record]:
     found = []
     for draft in dict.fromkeys(map(draft_label, points)):
         ours = [r for r in points if draft_label(r) == draft]
-        table = {(r["batch"], r["context"]): shown_speedup(r)["median"] for r in ours}
+        table = {(r["batch"], r["context"]): steady_of(r)["median"] for r in ours}
         batches, contexts = sorted({b for b, _ in table}), sorted({c for _, c in table})
         for batch in batches:
             there = [c for c in contexts if (batch, c) in table]
@@ -132,11 +126,6 @@ def lines_of(lengths: Sequence[Record]) -> list[str]:
     return lines
 
 
-def speed_of(record: Record) -> float | None:
-    found: float | None = record["tokens_per_second"]["steady"] or record["tokens_per_second"]["completion"]
-    return found
-
-
 def round_text(ms: Record) -> str:
     parts = [] if ms["verify"] is None else [" + ".join(f"{ms[part]:.2f}" for part in ("draft", "verify", "host"))]
     return " = ".join([f"{ms['round']:.2f}", *parts])
@@ -151,15 +140,15 @@ def ratio_text(found: Record) -> str:
 
 
 POINT = (number("context", "context", ","), number("batch", "batch"), Column("draft", draft_label, 34, left=True))
-PLAIN = Column("plain/s", lambda r: shown(speed_of(r["plain"]), ",.0f"))
-SPECULATIVE = Column("spec./s", lambda r: shown(speed_of(r["speculative"]), ",.0f"))
+PLAIN = Column("plain/s", lambda r: shown(steady_of(r["plain"], "tokens_per_second"), ",.0f"))
+SPECULATIVE = Column("spec./s", lambda r: shown(steady_of(r["speculative"], "tokens_per_second"), ",.0f"))
 ACCEPTED, YIELD = number("accept", "acceptance_rate", ".1%"), number("tok/round", "speculative.tokens_per_round", ".2f")
 PARTS = Column("round ms = draft + verify + host", lambda r: round_text(r["speculative"]["round_ms"]), 34, left=True)
 DISTINCT = Column("distinct 4-grams", lambda r: ", ".join(shown(r["distinct_4grams"][way], ".0%") for way in WAYS))
 SIZES = Table(
     *POINT, PLAIN, SPECULATIVE,
-    Column("steady", lambda r: f"{shown_speedup(r)['median']:.2f}x"),
-    Column("least, greatest", lambda r: ends_text(shown_speedup(r)), left=True),
+    Column("steady", lambda r: f"{steady_of(r)['median']:.2f}x"),
+    Column("least, greatest", lambda r: ends_text(steady_of(r)), left=True),
     number("to end", "speedup.completion.median", ".2f", unit="x"), number("pred.", "predicted.speedup", ".2f"),
     ACCEPTED, DISTINCT, YIELD, PARTS,
     Column("equal", lambda r: "{equal}/{rows}".format_map(r["lossless"]) if r["lossless"]["compared"] else "-"),

@@ -28,14 +28,9 @@ class Profile:
     source: where it was published, or what it stands for. budget: about how many cache entries drafts read there.
     """
 
-    name: str
     chances: tuple[float, ...]
     source: str
     budget: int = 512
-
-    def __post_init__(self) -> None:
-        if not self.chances or not all(0.0 <= chance <= 1.0 for chance in self.chances):
-            raise ValueError(f"chances of profile {self.name} must be from 0 to 1, got {self.chances}")
 
     def with_weights(self, quantize: str | None) -> Profile:
         """The same for a draft with weights of that precision."""
@@ -61,20 +56,15 @@ def _line(first: float, last: float) -> tuple[float, ...]:
 
 
 PROFILES = {
-    name: Profile(name=name, budget=budget, chances=chances, source=source)
-    for name, budget, chances, source in (
-        ("low", 512, _line(0.60, 0.46), "summaries: long texts that draft badly"),
-        ("streaming", 512, _line(0.80, 0.73), "StreamingLLM 512 on PG-19, arXiv 2408.11049"),
-        ("snapkv", 2048, _line(0.91, 0.87), "SnapKV 2049 on PG-19, arXiv 2408.11049"),
-        ("standalone", 512, (0.673,),
-         "Llama-3.2-1B with StreamingLLM 512 for Llama-3.1-8B on PG-19, from tokens per round in 2408.11049"),
-        ("quest", 1024, (0.914,),
-         "Quest, 7 % of the keys, Qwen3-8B, from tokens per round read off a figure, arXiv 2602.07223"),
-        ("guided", 1024, (0.968, 0.945, 0.928, 0.913, 0.901, 0.894, 0.885),
-         "selection by the last accepted token, Qwen3-8B, read off a figure, arXiv 2602.07223"),
-        ("guided_all", 1024, (0.969, 0.964, 0.960, 0.959, 0.957, 0.957, 0.955),
-         "selection by all verified tokens, Qwen3-8B, read off a figure, arXiv 2602.07223"),
-    )
+    "low": Profile(chances=_line(0.60, 0.46), source="summaries: long texts that draft badly"),
+    "streaming": Profile(chances=_line(0.80, 0.73), source="StreamingLLM 512 on PG-19, arXiv 2408.11049"),
+    "snapkv": Profile(budget=2048, chances=_line(0.91, 0.87), source="SnapKV 2049 on PG-19, arXiv 2408.11049"),
+    "standalone": Profile(chances=(0.673,), source="Llama-3.2-1B with StreamingLLM 512 for Llama-3.1-8B on PG-19, from "
+                          "tokens per round in 2408.11049"),
+    "quest": Profile(budget=1024, chances=(0.914,), source="Quest, 7 % of the keys, Qwen3-8B, from tokens per round "
+                     "read off a figure, arXiv 2602.07223"),
+    "guided": Profile(budget=1024, chances=(0.968, 0.945, 0.928, 0.913, 0.901, 0.894, 0.885),
+                      source="selection by the last accepted token, Qwen3-8B, read off a figure, arXiv 2602.07223"),
 }  # fmt: skip
 
 

@@ -116,8 +116,6 @@ class _Text:
     tail: list[int]  # the latest tokens: what a refused draft would have followed
     views: _Views
     rounds: list[Part] = field(default_factory=list)
-    n_tokens: int = 0
-    drafted: int = 0
     accepted: int = 0
     finish: str = ""
 
@@ -164,8 +162,6 @@ class Recorder:
         refused = self._texts_of([*text.tail, *event.tokens[: event.accepted]], event.refused)
         text.rounds.append((number, list(pieces), sources, event.drafted, refused))
         text.tail = [*text.tail, *event.tokens][-8:]
-        text.n_tokens += len(event.tokens)
-        text.drafted += event.drafted
         text.accepted += event.accepted
         if event.completion:
             text.finish = event.completion.finish_reason
@@ -195,12 +191,13 @@ class Recorder:
                 spent += size
             left -= spent
             cut += len(shown) < len(text.rounds)
-            views = text.views.as_dict(text.n_prompt + text.n_tokens, views_left // behind)
+            n_tokens = sum(len(pieces) for _, pieces, *_ in text.rounds)
+            views = text.views.as_dict(text.n_prompt + n_tokens, views_left // behind)
             views_left -= len(in_script(views)) if views else 0
             requests.append({
                 "name": names[index], "prompt": text.n_prompt, "ending": text.ending, "finish": text.finish,
-                "tokens": text.n_tokens, "rounds": shown, "n_rounds": len(text.rounds), "drafted": text.drafted,
-                "accepted": text.accepted, "views": views,
+                "tokens": n_tokens, "rounds": shown, "n_rounds": len(text.rounds),
+                "drafted": sum(n for _, _, _, n, _ in text.rounds), "accepted": text.accepted, "views": views,
             })  # fmt: skip
         return {
             "sources": self.sources, "requests": requests, "rounds": self.rounds, "n_rounds": self.n_rounds,

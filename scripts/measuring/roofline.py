@@ -29,16 +29,9 @@ from dataclasses import dataclass, field, replace
 from gpt_fast_sd.fast import MOST_TILED, launches
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.tp import collectives_per_step
-from measuring.chips import Chip
+from measuring.chips import Chip, Ranks
 
 MOST = 24  # drafts per round that best_gamma considers
-
-AllReduce = Callable[[float], float]  # bytes that every rank adds up -> seconds, see chips.Ranks
-
-
-def free(n_bytes: float) -> float:
-    """No time: communication between ranks does not count."""
-    return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,29 +42,22 @@ class Efficiency:
     linear_peak: float = 1.0
     attention_bandwidth: float = 1.0
     attention_peak: float = 1.0
-    layer_seconds: float = 0.0  # gaps between the kernels of a layer
+    layer_seconds: float = 0.0  # of a layer, whatever it reads: latency of its attention, gaps
     kernel_seconds: float = 0.0  # per kernel: the gap before it, and the time of a small one
-    attention_seconds: float = 0.0  # latency of a layer's attention, whatever it reads
     step_seconds: float = 0.0  # sampling, judging, launching
     judge_seconds: float = 0.0  # judging, commit and selection of a round
     split: int = 0  # keys per program of flash-decoding, whose sums are written and read again; 0: not counted
     mass_cost: float = 1.0  # of a byte of the mass of pages, in bytes of keys: what sums and scatters it takes longer
-    overlap: float = (
-        math.inf
-    )  # p, where bytes of b seconds and sums of f take (b ** p + f ** p) ** (1 / p) in attention
+    overlap: float = math.inf  # p: in attention bytes of b seconds and sums of f take (b ** p + f ** p) ** (1 / p)
     narrow: Mapping[str, float] = field(default_factory=dict, hash=False)  # see PUBLISHED; of others: 1.0
     narrow_peak: Mapping[str, float] = field(default_factory=dict, hash=False)  # share of the peak; of others as any
     most_tiled: float = math.inf  # rows; more of them are multiplied with copies of int8 weights in 16 bits
 
 
 IDEAL = Efficiency()
-# The share that quantized products of one row reach of bf16's bandwidth. In torchao 0.8's quantization/README.md
-# Llama-3.1-8B does 126.9, 198.9, 154.6 and 241.4 tokens/s on an H100, in bf16 (15.0 GB), int8, float8 (7.5 GB each)
-# and int4 (4.2), of which a millisecond is launches and attention, counted apart here. As bytes times tokens/s alone
-# they are 0.79, 0.61, 0.54; in gpt-fast's README, on an A100, 0.77 in 8 bits and 0.62 in 4. More rows may reach less.
+# What good public kernels reach: FlashInfer's and TileLang's on Hopper, in a CUDA graph. Quantized products of one row
+# by the tokens/s of Llama-3.1-8B on an H100 in torchao 0.8's quantization/README.md, less a millisecond of the rest.
 PUBLISHED = {"int8": 0.855, "float8": 0.63, "int4": 0.615}
-# What good public kernels reach: 0.85 of the bandwidth in thin matrix products, 0.80 in flash-decoding with grouped
-# queries (FlashInfer and TileLang on Hopper), 0.70 of the peak in matrix products; some 6 us per layer in a CUDA graph.
 PRACTICAL = Efficiency(
     linear_bandwidth=0.85, linear_peak=0.70, attention_bandwidth=0.80, attention_peak=0.45,
     layer_seconds=6e-6, step_seconds=60e-6, narrow=PUBLISHED,
@@ -86,7 +72,7 @@ PRACTICAL = Efficiency(
 MEASURED = {"int8": 0.51, "float8": 0.72, "int4": 0.6}
 EXPECTED = Efficiency(
     linear_bandwidth=0.78, linear_peak=0.60, attention_bandwidth=0.95, attention_peak=0.45, kernel_seconds=1e-6,
-    attention_seconds=10e-6, judge_seconds=0.35e-3, split=2048, mass_cost=3.5, overlap=2.0, narrow=MEASURED,
+    layer_seconds=10e-6, judge_seconds=0.35e-3, split=2048, mass_cost=3.5, overlap=2.0, narrow=MEASURED,
     narrow_peak={"int4": 0.03}, most_tiled=MOST_TILED,
 )  # fmt: skip
 
@@ -130,7 +116,7 @@ class Conditions:
 
     weight_bytes, kv_bytes: bytes of one weight, and of one element of a key or value (2 for bf16). head_bytes: of one
     weight of the output; None: like any other. precision: of quantized weights, by name. more_kernels: of a layer whose
-    cache is of bytes. tp: ranks that hold the model together. efficiency: what kernels reach.
+    cache is of bytes. ranks: chips that hold the model together. efficiency: what kernels reach.
     full_layers: layers that attend to everything, None: all; the others read a window (0: they keep no keys).
     experts: of a layer's feed-forward part, and how many of them a token has. kv_link: bytes per second of what stands
     between the chip and the whole cache, whose part for drafts it holds itself.
@@ -141,8 +127,7 @@ class Conditions:
     kv_bytes: float = 2.0
     precision: str | None = None
     more_kernels: int = 0
-    tp: int = 1
-    all_reduce: AllReduce = free
+    ranks: Ranks | None = None
     efficiency: Efficiency = IDEAL
     full_layers: int | None = None
     window: int = 0
@@ -162,6 +147,10 @@ class Conditions:
         return float(n * (1 - (1 - own / n) ** n_tokens))
 
     @property
+    def tp(self) -> int:
+        return self.ranks.n if self.ranks else 1
+
+    @property
     def of_head(self) -> float:
         return self.weight_bytes if self.head_bytes is None else self.head_bytes
 
@@ -171,11 +160,8 @@ AS_IT_IS = Conditions()
 
 def step_cost(config: ModelConfig, batch: int, n_tokens: int, context: float, under: Conditions = AS_IT_IS) -> StepCost:
     """The cost of feeding n_tokens to each of batch rows that attend to `context` entries each."""
-    params, head, entries = (
-        linear_params(config),
-        config.vocab_size * config.dim,
-        under.entries(config, context) * batch,
-    )
+    params, head = linear_params(config), config.vocab_size * config.dim
+    entries = under.entries(config, context) * batch
     expert = config.n_layers * 3 * config.dim * config.ffn_dim  # one of each layer, which params has
     read = params + expert * (under.experts_read(batch * n_tokens) - 1)
     used = params + expert * ((under.experts or (1, 1))[1] - 1)
@@ -203,16 +189,22 @@ def step_seconds(
     handed_on = (merged_bytes(*size, e.split) + e.mass_cost * mass_bytes(*size, mass_page)) / under.tp if e.split else 0
     whole = bool(mass_page) or attention == "dense"
     linear, attend = _seconds(cost, chip, under, handed_on, link=under.kv_link if whole else None)
-    gaps = kernels(config, "mass" if mass_page else attention, under.more_kernels) * e.kernel_seconds
-    fixed = config.n_layers * (e.layer_seconds + e.attention_seconds) + e.step_seconds
-    return linear + attend + gaps + fixed + collective_seconds(config, batch * n_tokens, under)
+    return linear + attend + fixed_seconds(config, batch * n_tokens, under, "mass" if mass_page else attention)
+
+
+def fixed_seconds(config: ModelConfig, n_tokens: int, under: Conditions, attention: str = "dense") -> float:
+    """Seconds of a step beside its products and attention: gaps, latencies and collectives."""
+    e, gaps = under.efficiency, kernels(config, attention, under.more_kernels) * under.efficiency.kernel_seconds
+    return gaps + config.n_layers * e.layer_seconds + e.step_seconds + collective_seconds(config, n_tokens, under)
 
 
 def collective_seconds(config: ModelConfig, n_tokens: int, under: Conditions) -> float:
     """Seconds of the collectives of a step over n_tokens of all rows."""
+    if under.ranks is None:
+        return 0.0
     counts, row = collectives_per_step(config, under.tp), config.dim * max(under.of_head, 2.0)  # 16 bits or more
-    best = counts.get("all_gather", 0) * under.all_reduce(8.0 * n_tokens)  # the best token of a part, and its logit
-    return counts.get("all_reduce", 0) * under.all_reduce(row * n_tokens) + best
+    best = counts.get("all_gather", 0) * under.ranks.all_reduce(8.0 * n_tokens)  # of a part, and its logit
+    return counts.get("all_reduce", 0) * under.ranks.all_reduce(row * n_tokens) + best
 
 
 def _seconds(
@@ -245,34 +237,19 @@ def mass_bytes(config: ModelConfig, batch: int, n_tokens: int, context: float, p
     return 2 * queries * (2 * context / min(page, block) + 4 * context / block) if page else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refresh:
-    """A selection that becomes stale as rows grow: the last `n_observed` tokens of a row are fed again to refresh it.
-
-    every: tokens that a row grows by in between. reads: of keys and values; keys twice and values once are 1.5.
-    at_once: rows whose windows are fed as one batch, so that they share one reading of the weights.
-    """
-
-    every: int = 64
-    n_observed: int = 32
-    reads: float = 1.5
-    at_once: int = 1
-
-
 def refresh_seconds(
-    config: ModelConfig, chip: Chip, batch: int, context: int, tokens: float, refresh: Refresh,
-    under: Conditions = AS_IT_IS,
+    config: ModelConfig, chip: Chip, batch: int, context: int, tokens: float, under: Conditions = AS_IT_IS, *,
+    every: int, n_observed: int, reads: float, at_once: int,
 ) -> float:  # fmt: skip
-    """Seconds of refreshing per round in which each of batch rows grows by this many tokens."""
-    rows, e = min(refresh.at_once, batch), under.efficiency
-    cost = step_cost(config, rows, refresh.n_observed, context, under)
-    linear, attention = _seconds(cost, chip, under, link=under.kv_link)
-    gaps = kernels(config, more=under.more_kernels) * e.kernel_seconds + config.n_layers * (
-        e.layer_seconds + e.attention_seconds
-    )
-    gaps += collective_seconds(config, rows * refresh.n_observed, under)
-    passes = batch * tokens / refresh.every / rows  # per round
-    return passes * (linear + refresh.reads * attention + gaps + e.step_seconds)
+    """Seconds of refreshing selections, per round in which each of batch rows grows by this many tokens.
+
+    A selection becomes stale as its row grows: after `every` tokens the last n_observed ones are fed again. reads: of
+    keys and values; keys twice and values once are 1.5. at_once: rows that share one reading of the weights.
+    """
+    rows = min(at_once, batch)
+    linear, attention = _seconds(step_cost(config, rows, n_observed, context, under), chip, under, link=under.kv_link)
+    passes = batch * tokens / every / rows  # per round
+    return passes * (linear + reads * attention + fixed_seconds(config, rows * n_observed, under))
 
 
 def omega(gamma: int, alpha: float | Sequence[float]) -> float:

@@ -16,12 +16,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
-from gpt_fast_sd.model import CausalSelf
 from gpt_fast_sd.policies.registry import fields_used
 from measuring import lossless
 from measuring.grid import Setting
@@ -32,7 +31,6 @@ LEFT = 0.25  # share of the calls that are left half-way
 LATE = 0.3  # share of the times that a prompt lets the engine wait
 AGAIN = 0.3  # share of the sampled requests that were asked before
 KEPT = 64  # sampled outputs of a policy that are kept for that
-LENGTHS = 64  # tokens of which every forward has a multiple
 PAIRS = 8  # of rests with one policy that growth is told of
 # times that the engine's rounding may be as large as a forward's: for 8,192 prompts of two tokens of the bundled model
 # it was 4.7 times as large at most, and 2.9 times for all but 8
@@ -224,11 +222,14 @@ def soak(
 
 def _ties(engine: Engine, draft: DraftConfig, prompt: Sequence[int], output: Sequence[int], found: Soaked) -> int:
     """How many greedy tokens are not the best of a forward over the whole text; those too far from it are told."""
-    logits = _logits(engine, [*prompt, *output], len(output))
+    ids, last = [*prompt, *output[:-1]], len(output)
+    # a forward has no cache, so it cannot judge one of fewer bits: there the engine's own logits do, token by token
+    same = engine.config.kv_dtype in (None, engine.dtype_name)
+    logits = lossless.logits_after(engine.model, ids, last) if same else engine.logits(ids, last=last)
     chosen = torch.tensor(output, device=logits.device)
     gaps = logits.max(1).values - logits.gather(1, chosen[:, None])[:, 0]
     both = zip(gaps.tolist(), logits.max(1).values.tolist(), strict=True)
-    ties = [lossless.is_near_tie(gap, *dtypes_of(engine), best=best) for gap, best in both]
+    ties = [gap <= lossless.near_tie(best, *dtypes_of(engine)) for gap, best in both]
     for at in (i for i, tie in enumerate(ties) if not tie):
         if _rounded_away(engine, [*prompt, *output[:at]], output[at], logits[at]):
             continue
@@ -252,21 +253,5 @@ def _rounded_away(engine: Engine, ids: Sequence[int], token: int, logits: torch.
         return False
     own = engine.logits(ids, last=1)[0].to(exact.device)
     best = float(own.max())
-    decides = lossless.is_near_tie(best - float(own[token]), *dtypes_of(engine), best=best)
+    decides = best - float(own[token]) <= lossless.near_tie(best, *dtypes_of(engine))
     return decides and bool((own - exact).abs().max() <= FARTHER * (logits - exact).abs().max())
-
-
-@torch.inference_mode()
-def _logits(engine: Engine, ids: Sequence[int], last: int) -> torch.Tensor:
-    """The logits [last, V] before each of the last tokens of ids, by one forward of the whole text.
-
-    A forward has no cache, so it cannot judge one of fewer bits: there they are the engine's, token by token.
-    """
-    if engine.config.kv_dtype not in (None, engine.dtype_name):
-        return engine.logits(ids[:-1], last=last)
-    model, n = engine.model, len(ids) - 1
-    # a library keeps what it made for each length that it meets, some MiB: there shall be few lengths
-    padded = [*ids[:-1], *[0] * (-n % LENGTHS)]
-    tokens = torch.tensor([padded], device=model.embedding.weight.device)
-    hidden = model.hidden(tokens, torch.arange(len(padded), device=tokens.device)[None], CausalSelf())[0, n - last : n]
-    return cast(torch.Tensor, model.output(hidden).float())

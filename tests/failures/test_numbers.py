@@ -56,7 +56,7 @@ def test_what_is_absurd_around_a_program_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr("measuring.prompts.LONGEST_TEXT", 1000)
+    monkeypatch.setattr("inputs.prompts.LONGEST_TEXT", 1000)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stopped:

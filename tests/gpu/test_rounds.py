@@ -15,7 +15,7 @@ from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.sampling import GREEDY, Kind
 from gpt_fast_sd.state import RoundPlan
-from measuring.prompts import tokens_of
+from inputs.prompts import tokens_of
 from tests.gpu.place import SMALL, Place, random_model
 from tests.gpuless.recorder import Recording
 

@@ -8,7 +8,6 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.tp import Parallel
-from measuring.lossless import differences, is_near_tie, logits_after
+from measuring.lossless import differences, logits_after
 from tests.gpu.place import Place
 
 pytestmark = pytest.mark.seconds(240)  # mostly of compiling
@@ -57,10 +56,8 @@ class Made:
         said = self.counted(drafted)
         assert engine.stats.drafted > 0 or not drafts
         rows = zip(range(len(plain)), self.prompts, plain, (one.tokens for one in drafted), strict=True)
-        parted = differences(rows, partial(logits_after, engine.model))
-        assert [
-            one for one in parted if one.gap is None or not is_near_tie(one.gap, engine.dtype_name, best=one.best)
-        ] == []
+        parted = differences(rows, lambda ids: logits_after(engine.model, ids)[0])
+        assert [one for one in parted if not one.is_near_tie(engine.dtype_name)] == []
         return f"{said}; {len(parted)} of {len(plain)} rows part at a near tie"
 
     def drawn(self, params: list[SamplingParams], *, drafts: bool = False) -> str:

@@ -11,8 +11,8 @@ import torch
 
 import benchmark
 from flags import gammas, sizes
-from gpt_fast_sd.serving.stats import EngineStats
-from measuring import chips, modes, points, prompts, turns
+from inputs import prompts
+from measuring import chips, modes, turns
 from measuring.chips import Chip, Rates
 from measuring.forecast import System
 from measuring.grid import Point, Setting
@@ -425,11 +425,10 @@ def test_the_prediction_is_the_rooflines_at_the_gammas_and_tokens_that_were_seen
     chip = Chip(name="test", bandwidth=1e6, peak=1e15)
     system = System(model=tiny_config(), chip=chip, device="cpu", dtype="fp32", room=16)
     point = Point(batch=2, context=1000, setting=Setting(policy="streaming", budget=100), gamma=3)
-    stats = EngineStats(decode_tokens=60, row_rounds=20, rounds=10, rounds_by_gamma={0: 2, 3: 8})
     weights = 4 * (2 * (2 * 32 * 8 * 6 + 3 * 32 * 48) + 258 * 32)
     entry = 2 * 2 * 2 * 2 * 8 * 4  # of both rows
     plain, drafting = (weights + entry * 1008) / 1e3, (weights + entry * 100) / 1e3
-    found = points.predict(point, system, point.setting.draft(3, {}), stats)
+    found = system.predict(point.setting.draft(3, {}), 2, 1000 + 16 / 2, 0.5, 3.0, {0: 2, 3: 8})
     assert found["plain_ms"] == pytest.approx(plain)
     assert found["round_ms"] == pytest.approx(plain + 0.8 * 3 * drafting)
     assert found["speedup"] == pytest.approx(3.0 * plain / (plain + 0.8 * 3 * drafting))

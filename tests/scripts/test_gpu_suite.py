@@ -14,10 +14,10 @@ from flags import sizes
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import load_tokenizer, read_config
 from gpu_suite import DONE, FAILED, LEFT, STAGES, Stage, conduct, launcher, results_of
+from inputs.prompts import tokens_of
 from measuring.gpu import setup as shared
 from measuring.gpu.page import page
 from measuring.ledger import Ledger
-from measuring.prompts import tokens_of
 from tests.helpers import DATA, Patch, Printed, Refuses
 from tests.scripts.measuring.test_gpu import dry_setup
 

@@ -14,7 +14,6 @@ import generate
 import make_prompts
 from gpt_fast_sd.loading import BUNDLED
 from inputs import rows, ruler, sources
-from measuring.prompts import RoundTheText
 from tests.helpers import ByteTokenizer, Patch, Printed
 
 DOCUMENT = BUNDLED / "document.txt"
@@ -160,14 +159,14 @@ def test_tasks_that_are_none_and_files_without_questions_are_refused(tmp_path: P
 
 
 def test_sets_share_no_text_and_too_little_text_is_refused() -> None:
-    kept = RoundTheText(range(100), None, {})
+    kept = rows.RoundTheText(range(100), None, {})
     sets = [kept.rows(3, 8, turn, 4) for turn in range(4)]
     seen = [token for each in sets for row in each for token in row]
     assert len(seen) == len({*seen}) == 96
     assert kept.rows(2, 40) == [[*range(40)], [*range(50, 90)]]  # as ever
     with pytest.raises(ValueError, match="--sets 4 of 3 rows of 9 tokens take 108 tokens, and the texts have 100"):
         kept.rows(3, 9, 0, 4)
-    assert "random" in (RoundTheText(range(9), None, {"synthetic": 0}).note(1, 4) or "")
+    assert "random" in (rows.RoundTheText(range(9), None, {"synthetic": 0}).note(1, 4) or "")
 
 
 def test_whole_prompts_lose_their_middle_and_there_must_be_enough(tmp_path: Path) -> None:

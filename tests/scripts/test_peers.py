@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 import peers
 from gpt_fast_sd.model import load_tokenizer, read_config, save_hugging_face
+from inputs.prompts import read_text
 from measuring import peer_speculation, peer_turns
 from measuring.peer_gpt_fast import GptFast, weights
 from measuring.peers import Decoded, Entry, LlamaCpp, PeerFailed, Transformers, Worker
-from measuring.prompts import read_text
 from tests.helpers import Refuses, tiny_model
 from tests.llama_server import write_llama_server
 

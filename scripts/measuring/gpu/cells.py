@@ -18,7 +18,7 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import preset
 from gpt_fast_sd.policies.config import gamma_tiers
-from gpt_fast_sd.quantization.table import precision, require_precision
+from gpt_fast_sd.quantization.table import require_precision
 from gpt_fast_sd.sampling import GREEDY
 from gpt_fast_sd.serving.gamma_planner import GammaPlanner
 from gpt_fast_sd.state import RoundPlan
@@ -27,7 +27,7 @@ from measuring.forecast import System
 from measuring.gpu.setup import SMALL, Record, Setup, Stopwatch, random_model
 from measuring.machine import clocks
 from measuring.replay import PROFILES, Profile, Replay, replay_table
-from measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, Efficiency, Forecast, best_gamma, step_seconds
+from measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Efficiency, Forecast, best_gamma
 from measuring.turns import in_turns, spread
 
 LLAMA = preset("meta-llama/Llama-3.1-8B")
@@ -101,21 +101,20 @@ class Bench:
     """
 
     def __init__(self, setup: Setup, cell: Cell, arm: Arm, gamma: int) -> None:
-        batch, context, room = (2, 320, 256) if setup.tiny else (cell.batch, cell.context, ROOM)
+        batch, context, self.room = (2, 320, 256) if setup.tiny else (cell.batch, cell.context, ROOM)
         self.config = replace(SMALL, max_seq_len=1024) if setup.tiny else LLAMA
         self.setup, self.arm, self.gamma, self.batch, self.context = setup, arm, gamma, batch, context
         self.rounds, self.budget = (3, min(arm.budget, 128)) if setup.tiny else (ROUNDS, arm.budget)
         model = random_model(self.config, setup.device, torch.bfloat16 if setup.on_cuda else torch.float32)
-        self.itemsize = model.embedding.weight.element_size()
         self.engine = engine = Engine(
             model, None,
             EngineConfig(
-                batch_size=batch, max_seq_len=context + room, device=setup.device.type, compile=setup.on_cuda,
+                batch_size=batch, max_seq_len=context + self.room, device=setup.device.type, compile=setup.on_cuda,
                 dtype="bf16" if setup.on_cuda else "fp32", cuda_graphs="round", max_autotune=setup.max_autotune,
             ),
             DraftConfig(policy=arm.policy, budget=self.budget, gamma=gamma, quantize=arm.quantize),
         )  # fmt: skip
-        self.params = SamplingParams(max_tokens=room - 1, ignore_eos=True)
+        self.params = SamplingParams(max_tokens=self.room - 1, ignore_eos=True)
         ids = torch.randint(self.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
         self.prompts = [[slot, *row] for slot, row in enumerate(ids.tolist())]  # none begins as another
         self.table = replay_table(arm.profile, 4 * self.rounds, batch, gamma, 0, setup.device)
@@ -231,14 +230,11 @@ class Bench:
         self.kept.table.fill_((self.gamma + 1) // 2)
 
     def ceilings(self) -> Record:
-        under = drafts = Conditions(weight_bytes=self.itemsize, kv_bytes=self.itemsize)
-        if self.arm.quantize:
-            entry = precision(self.arm.quantize, self.setup.device)
-            head = precision(entry.head, self.setup.device)
-            drafts = replace(under, weight_bytes=entry.per_weight, head_bytes=head.per_weight)
-        floor = partial(step_seconds, self.config, self.setup.chip, self.batch)
-        verify = floor(self.gamma + 1, self.context, under)
-        return {"target": floor(1, self.context, under), "draft": floor(1, self.budget, drafts), "verify": verify}
+        dtype, device = self.engine.dtype_name, self.setup.device.type
+        system = System(model=self.config, chip=self.setup.chip, dtype=dtype, device=device, room=self.room)
+        how: tuple[Any, ...] = self.arm.profile.chances, self.batch, self.context, self.gamma
+        one = system.forecast(self.engine.draft, *how)
+        return {"target": one.target_seconds, "draft": one.draft_seconds, "verify": one.verify_seconds}
 
 
 def timed_cell(setup: Setup, context: int, arm: Arm) -> Record:

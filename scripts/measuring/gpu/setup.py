@@ -6,6 +6,7 @@ Shapes: B batch rows, T tokens in this call, S cache capacity.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import ModelConfig, Transformer, rope_frequencies
-from measuring.chips import CHIPS, Chip, chip_of, measure, rates_here, seconds_of
+from measuring.chips import CHIPS, Chip, Rates, chip_of, measure, rates_here, seconds_of
 from measuring.ledger import short_name
 from measuring.machine import clocks, environment
 
@@ -61,7 +62,7 @@ class Setup:
         if "machine" not in self.known:
             return None
         rates = self.known["machine"]["rates"]
-        return Chip(name="measured", bandwidth=max(rates["copy"], rates["read"]), peak=rates["matmul"])
+        return Rates(**rates).chip("measured", math.inf)
 
     @property
     def chip(self) -> Chip:

@@ -14,10 +14,10 @@ import evaluate
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, load_model, load_tokenizer, read_config
+from inputs.facts import person, thing
 from maintain import train_bundled
 from maintain.bundled_data import MIXTURES, Books, Kind, book_paths
 from maintain.train_bundled import RECIPES, Pieces, TrainingAttention
-from measuring.needles import person, thing
 from tests.helpers import whole_text_logits
 
 DOCUMENT = (BUNDLED / "document.txt").read_text(encoding="utf-8")

@@ -375,8 +375,8 @@ def test_what_splits_hand_on_and_mass_are_the_shares_that_the_kernel_names() -> 
 
 def test_a_refresh_of_all_rows_at_once_reads_the_weights_once() -> None:
     def seconds(at_once: int, efficiency: Efficiency = IDEAL, batch: int = 16) -> float:
-        refresh = roofline.Refresh(every=64, n_observed=32, reads=1.5, at_once=at_once)
-        return roofline.refresh_seconds(LLAMA, H200, batch, 57344, 6.0, refresh, Conditions(efficiency=efficiency))
+        under, how = Conditions(efficiency=efficiency), {"every": 64, "n_observed": 32, "at_once": at_once}
+        return roofline.refresh_seconds(LLAMA, H200, batch, 57344, 6.0, under, reads=1.5, **how)
 
     rows, weights = 16 * 6.0 / 64, step_cost(LLAMA, 1, 1, 57344).weight_bytes / 4.8e12  # rows that come due a round
     keys = 1.5 * step_cost(LLAMA, 1, 1, 57344).kv_bytes / 4.8e12

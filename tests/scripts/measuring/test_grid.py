@@ -108,6 +108,7 @@ class Engines(Mode):
         self.too_long, self.odd, self.broken, self.said = too_long, odd, broken, list[str]()
         args, parallel = SimpleNamespace(exact=False), Parallel(torch.device("cpu"))
         self.job: Any = SimpleNamespace(args=args, parallel=parallel, draft=self.draft)
+        self.bar = SimpleNamespace(update=lambda: None, set_description=lambda what: None)
 
     def draft(self, point: Point) -> DraftConfig:
         return point.setting.draft(point.gamma, {"draft_model": "bundled"})
@@ -133,7 +134,7 @@ class Engines(Mode):
             raise torch.OutOfMemoryError("no memory is left")
         return {"context": point.context}
 
-    def _taken(self, point: Point, found: dict[str, Any] | Exception) -> None:
+    def done(self, point: Point, found: dict[str, Any] | Exception) -> None:
         self.said.append(type(found).__name__ if isinstance(found, Exception) else f"done {point.context}")
 
 

@@ -11,7 +11,7 @@ from gpt_fast_sd.acceptance import AcceptResult
 from gpt_fast_sd.model import CausalSelf, Transformer
 from measuring import lossless
 from measuring.lossless import Finding
-from measuring.soak import Rest, Soaked, _logits, _ties, finding, soak
+from measuring.soak import Rest, Soaked, _ties, finding, soak
 from tests.helpers import Patch, ahead, random_ids, tiny_model
 
 SMALL = EngineConfig(batch_size=3, max_seq_len=256, compile=False)
@@ -52,7 +52,7 @@ def test_forwards_have_few_lengths_and_the_same_logits(monkeypatch: Patch) -> No
     one, ids, lengths = engine(), random_ids(150), set[int]()
     ahead(monkeypatch, Transformer, "hidden", lambda self, tokens, *_: lengths.add(tokens.shape[1]))
     for n in range(2, 151):
-        found = _logits(one, ids[:n], 1)
+        found = lossless.logits_after(one.model, ids[: n - 1])
         if n % 29 == 0:
             with torch.no_grad():
                 whole = one.model(torch.tensor([ids[: n - 1]]), torch.arange(n - 1)[None], CausalSelf())[0, -1:]
@@ -99,7 +99,7 @@ def test_what_bf16_rounds_is_told_from_what_is_wrong(
     token = int(exact.argsort(descending=True)[rank])
     if int(lossless.logits_after(one.model, ids).argmax()) == token:
         token = int(exact.argmax())
-    own = lossless.logits_after(one.model, ids).clone()
+    own = lossless.logits_after(one.model, ids)[0].clone()
     own[token if again else int(exact.argmax())] = own.max() + 1e-3
     monkeypatch.setattr(one, "logits", lambda asked, last: own[None] if asked == ids else None)
     assert _ties(one, DraftConfig(), ids, [token], counted) == 1 and bool(counted.wrong) is found_wrong

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +15,6 @@ CONTEXT = 4096  # tokens of a prompt if no length is given
 END = 512  # tokens at the end of a stretch that are averaged on their own
 LONGEST_TEXT = 2**28  # bytes: more than any model has positions for
 MOST_RANDOM = 1 << 24  # random tokens, which longer rows go round
-Record = dict[str, Any]
 
 
 def read_text(path: Path) -> str:
@@ -71,7 +68,7 @@ def longest_context(n_tokens: int, batch: int, positions: int) -> int:
 
 
 def round_the_text(ids: Sequence[int], n: int, length: int, bos: int | None) -> list[list[int]]:
-    """n prompts of length tokens, BOS first; see remark_on.
+    """n prompts of length tokens, BOS first.
 
     Row i begins i / n through the ids and wraps around at their end. A row's shorter prompts are the beginnings of its
     longer ones, so that a slot that holds one need not compute it again.
@@ -82,53 +79,9 @@ def round_the_text(ids: Sequence[int], n: int, length: int, bos: int | None) -> 
     return [first + [ids[(start + i) % len(ids)] for i in range(body)] for start in starts]
 
 
-def remark_on(n_ids: int, n: int, length: int, bos: int | None) -> str | None:
-    """What is to be said of n prompts of length tokens that go round a text of n_ids; nothing if it is long enough."""
-    body = length - (bos is not None)
-    if body > n_ids:
-        return f"the text has {n_ids:,} tokens: rows of {length:,} repeat it, which makes drafting easier"
-    return f"the text has {n_ids:,} tokens: {n:,} rows of {length:,} overlap" if n * body > n_ids else None
-
-
 def random_text(n: int, vocab_size: int, seed: int) -> list[int]:
     made = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (min(n, MOST_RANDOM),), generator=made).tolist()
-
-
-class Rows(Protocol):
-    """Prompts of a kind."""
-
-    about: Record  # what they are of: measurements that go on have the same
-
-    def rows(self, n: int, length: int, turn: int = 0, turns: int = 1) -> list[list[int]]:
-        """n prompts of length tokens, BOS first, for one of so many turns; those of others share nothing with them."""
-        ...
-
-    def note(self, n: int, length: int) -> str | None:
-        """What is to be said of such prompts."""
-        ...
-
-
-@dataclass
-class RoundTheText:
-    """Stretches of texts joined, or of random tokens, that begin evenly spread and go round their end."""
-
-    ids: Sequence[int]
-    bos: int | None
-    about: Record
-
-    def rows(self, n: int, length: int, turn: int = 0, turns: int = 1) -> list[list[int]]:
-        if turns > 1 and n * turns * length > len(self.ids):
-            raise ValueError(
-                f"--sets {turns} of {n} rows of {length:,} tokens take {n * turns * length:,} tokens, and the texts "
-                f"have {len(self.ids):,}"
-            )
-        return round_the_text(self.ids, n * turns, length, self.bos)[turn::turns]
-
-    def note(self, n: int, length: int) -> str | None:
-        if "synthetic" in self.about:
-            return "the tokens are random: SPEED-Bench found that such prompts overstate throughput by 23 %"
-        return remark_on(len(self.ids), n, length, self.bos)
 
 
 def ragged(

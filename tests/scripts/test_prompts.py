@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from measuring.prompts import longest_context, ragged, random_text, remark_on, round_the_text, stretches
+from inputs.prompts import longest_context, ragged, random_text, round_the_text, stretches
+from inputs.rows import RoundTheText
 from tests.helpers import random_ids, tiny_model
 
 
@@ -38,7 +39,7 @@ def test_the_default_context_is_what_text_and_model_hold(n_tokens: int, position
 def test_rows_begin_at_places_of_their_own_and_run_round_the_text(n_ids: int, n: int, length: int, bos: bool) -> None:
     ids = list(range(100, 100 + n_ids))
     prompts = round_the_text(ids, n, length, 7 if bos else None)
-    note = remark_on(n_ids, n, length, 7 if bos else None)
+    note = RoundTheText(ids, 7 if bos else None, {}).note(n, length)
     assert [len(prompt) for prompt in prompts] == [length] * n
     bodies = [prompt[1:] if bos else prompt for prompt in prompts]
     assert all(prompt[0] == 7 for prompt in prompts) or not bos
