@@ -71,6 +71,7 @@ from measuring.grid import draft_fields, has_a_model, known_drafters
 from measuring.ledger import Record, complete, read_document
 from measuring.modes import ByBudget, ByPrecision, BySize, Job, Lossless, describe
 from measuring.points import lengths_of
+from records import Encoder
 
 PROGRAM = "benchmark.py"
 SECONDS = real("a positive number of seconds", lambda found: 0 < found < math.inf)
@@ -138,7 +139,8 @@ def prepare(args: argparse.Namespace) -> Job:
         if whole := [path for path in paths if holds_prompts(path, args.fields)]:
             if len(paths) > 1 or args.mode in ("budget", "lossless") or args.skip:
                 raise ValueError(f"{whole[0]} holds prompts: it stands alone, in a sweep over size, without --skip")
-            kept = prompts_for(paths[0], args.fields, tokenizer, essay=essay, seed=args.seed)
+            encode = Encoder(tokenizer).record
+            kept = prompts_for(paths[0], args.fields, tokenizer, encode, essay=essay, seed=args.seed)
         else:
             texts = texts_of(paths, tokenizer, args.skip)
             kept = round_the_texts(texts, tokenizer.bos_id, args.skip)

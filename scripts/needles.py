@@ -27,10 +27,11 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import read_config
 from inputs import prompts
+from inputs.prompts import digest
 from inputs.rows import texts_of
 from measuring import grid, machine
 from measuring.grid import Setting, has_a_model, known_drafters
-from measuring.ledger import Ledger, digest, fingerprint
+from measuring.ledger import Ledger, fingerprint
 from measuring.needles import KINDS, Case, Cases, measure_cell, print_summary, summarize
 
 PROGRAM = "needles.py"

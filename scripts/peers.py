@@ -53,7 +53,7 @@ from files import check_files, path_of
 from flags import MODELS, count, given_beside, names_of, positive, sizes, threads
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import ModelConfig, gguf_parts, load_model, read_config, save_hugging_face
-from maintain.gguf_export import export_gguf
+from maintain.gguf_writer import export_gguf
 from measuring import peer_turns
 from measuring.ledger import Ledger
 from measuring.machine import environment

@@ -37,9 +37,10 @@ ROOMS = (  # a room stands before the room around it
     Room(folder="model", door="gpt_fast_sd.model", libraries=BASE | LOADERS),
     Room(folder="tp", door="gpt_fast_sd.tp", below=("model",), libraries=BASE),
     Room(folder="gpt_fast_sd", door="gpt_fast_sd", below=PACKAGES, libraries=BASE | {"torchao", "tqdm", "triton"}),
-    Room(folder="scripts/measuring", door="measuring", below=PACKAGES, libraries=MEASURED),
-    Room(folder="scripts", door="scripts", below=(*PACKAGES, "scripts/measuring")),
-    Room(folder="tests", door="tests", below=(*PACKAGES, "scripts/measuring", "scripts")),
+    Room(folder="scripts/inputs", door="inputs", below=PACKAGES),
+    Room(folder="scripts/measuring", door="measuring", below=(*PACKAGES, "scripts/inputs"), libraries=MEASURED),
+    Room(folder="scripts", door="scripts", below=(*PACKAGES, "scripts/inputs", "scripts/measuring")),
+    Room(folder="tests", door="tests", below=(*PACKAGES, "scripts/inputs", "scripts/measuring", "scripts")),
 )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +30,16 @@ def read_text(path: Path) -> str:
         return io.TextIOWrapper(io.BytesIO(found), "utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
+
+
+def digest(ids: Sequence[Any]) -> str:
+    """A short name that changes with the tokens."""
+    return short_name(json.dumps(list(ids)).encode())
+
+
+def short_name(data: bytes) -> str:
+    """16 hexadecimal digits that change with the data."""
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def reader_of(model: object, folder: Path, config: ModelConfig) -> Tokenizer:

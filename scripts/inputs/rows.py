@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gpt_fast_sd.model import Tokenizer
-from inputs.prompts import round_the_text, tokens_of
+from inputs.prompts import digest, round_the_text, tokens_of
 from inputs.ruler import RULER, Task
 from inputs.sources import OURS, as_ours, holds_rows, prompts_of, rows_of
-from measuring.ledger import digest
-from records import Encoder
 
 Record = dict[str, Any]
 MOST_ROWS = 2000  # that are read of a file or dataset
@@ -137,14 +135,15 @@ def holds_prompts(source: Path, fields: Sequence[str]) -> bool:
 
 
 def prompts_for(
-    source: Path, fields: Sequence[str], tokenizer: Tokenizer, *, essay: Path, seed: int
-) -> WholePrompts | OfTask:
-    """The prompts of one source that holds some."""
+    source: Path, fields: Sequence[str], tokenizer: Tokenizer, encode: Callable[[object, str], list[int]], *,
+    essay: Path, seed: int,
+) -> WholePrompts | OfTask:  # fmt: skip
+    """The prompts of one source that holds some; encode: the tokens of a row of ours that stands there."""
     if str(source).startswith(RULER):
         return OfTask(Task.of(str(source), essay), tokenizer, seed, {"task": str(source), "seed": seed})
     rows = first_rows(source, fields)
     ours = [(where, {key: record[key] for key in OURS if key in record}) for where, record in rows]
-    found = [Encoder(tokenizer).record(record, where) for where, record in ours]
+    found = [encode(record, where) for where, record in ours]
     ids = [token for one in found for token in one]
     return WholePrompts(found, {"prompts": source.name, "count": len(found), "digest": digest(ids)})
 

@@ -38,9 +38,10 @@ sys.path.insert(0, str(ROOT / "scripts"))  # where the other programs and their 
 from common import parser_of, refusing, started
 from gpt_fast_sd.fast import chosen
 from gpt_fast_sd.loading import sensible_threads
+from inputs.prompts import short_name
 from maintain.hero import hero
 from measuring.chips import rates_here
-from measuring.ledger import short_name, write_whole
+from measuring.ledger import write_whole
 from measuring.machine import environment
 from measuring.points import steady_of
 from measuring.tables import Column, Table, number, shown

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gpt_fast_sd.model import Transformer
-from inputs.prompts import read_text
+from inputs.prompts import read_text, short_name
 
 Record = dict[str, Any]
 
@@ -47,20 +46,10 @@ def as_json(value: object) -> Any:
     return json.loads(json.dumps(value))
 
 
-def digest(ids: Sequence[Any]) -> str:
-    """A short name that changes with the tokens."""
-    return short_name(json.dumps(list(ids)).encode())
-
-
 def fingerprint(model: Transformer) -> str:
     """A short name that changes with the weights: of the first 1,024 of every parameter."""
     parts = [parameter.detach().flatten()[:1024].float().cpu().numpy().tobytes() for parameter in model.parameters()]
     return short_name(b"".join(parts))
-
-
-def short_name(data: bytes) -> str:
-    """16 hexadecimal digits that change with the data."""
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 class Ledger:

@@ -18,12 +18,13 @@ from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, read_config, r
 from gpt_fast_sd.serving.draft_planner import DraftPlanner
 from gpt_fast_sd.tp import Parallel
 from inputs import prompts
+from inputs.prompts import digest
 from inputs.rows import Rows
 from measuring import grid, lossless, machine, plots, points
 from measuring.chips import Chip, Ranks, chip_of, rates_here
 from measuring.forecast import System
 from measuring.grid import Point, Setting, draft_fields, draft_label, has_a_model
-from measuring.ledger import Ledger, Record, digest, fingerprint
+from measuring.ledger import Ledger, Record, fingerprint
 from measuring.points import BUDGETS, POLICIES, PRECISIONS, SIZES, lengths_of
 from measuring.tables import Table
 from measuring.turns import Run, Turns, in_turns, round_ms, run, shortened, spread, take_turns, totals, way_of

@@ -14,9 +14,16 @@ import generate
 import make_prompts
 from gpt_fast_sd.loading import BUNDLED
 from inputs import rows, ruler, sources
+from records import Encoder
 from tests.helpers import ByteTokenizer, Patch, Printed
 
 DOCUMENT = BUNDLED / "document.txt"
+
+
+def prompts_for(source: Path, fields: list[str], tokenizer: Any, seed: int) -> Any:
+    return rows.prompts_for(source, fields, tokenizer, Encoder(tokenizer).record, essay=DOCUMENT, seed=seed)
+
+
 LONGBENCH = {
     "input": "Who rang?", "context": "The keeper rang.", "answers": ["The keeper"], "length": 4, "dataset": "qasper",
     "language": "en", "all_classes": None, "_id": "5a1",
@@ -173,13 +180,13 @@ def test_whole_prompts_lose_their_middle_and_there_must_be_enough(tmp_path: Path
     path = written(
         tmp_path / "l.jsonl", [LONGBENCH | {"context": "x" * 50}, LONGBENCH, INFINITE | {"context": "y" * 99}]
     )
-    kept = rows.prompts_for(path, [], ByteTokenizer(bos_id=None), essay=DOCUMENT, seed=0)
+    kept = prompts_for(path, [], ByteTokenizer(bos_id=None), 0)
     first, second = kept.rows(2, 40)
     assert bytes(first) == b"x" * 20 + b"x" * 9 + b"\n\nWho rang?" and len(second) == 40
     assert kept.rows(1, 40, turn=1, turns=2) == [second]
     with pytest.raises(ValueError, match="2 prompts of at least 70 tokens are needed, and there are 1"):
         kept.rows(2, 70)
-    task = rows.prompts_for(Path("ruler:vt"), [], ByteTokenizer(), essay=DOCUMENT, seed=4)
+    task = prompts_for(Path("ruler:vt"), [], ByteTokenizer(), 4)
     made = [task.rows(2, 900, turn, 2) for turn in range(2)]
     assert len({str(row) for each in made for row in each}) == 4
     assert all(600 < len(row) <= 900 for each in made for row in each)
@@ -204,7 +211,7 @@ def test_texts_of_a_file_of_rows_are_many_and_lose_their_beginnings(tmp_path: Pa
     with pytest.warns(UserWarning, match=r"pg19\.json has more than 1 rows: the first 1 are read"):
         assert len(rows.texts_of([path], ByteTokenizer())) == 1
     with pytest.warns(UserWarning, match="the first 1 are read"):
-        assert len(rows.prompts_for(path, ["url"], ByteTokenizer(), essay=DOCUMENT, seed=0).found) == 1
+        assert len(prompts_for(path, ["url"], ByteTokenizer(), 0).found) == 1
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------

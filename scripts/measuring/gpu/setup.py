@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import ModelConfig, Transformer, rope_frequencies
+from inputs.prompts import short_name
 from measuring.chips import CHIPS, Chip, Rates, chip_of, measure, rates_here, seconds_of
-from measuring.ledger import short_name
 from measuring.machine import clocks, environment
 
 Record = dict[str, Any]

@@ -7,7 +7,7 @@ import torch
 
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import load_model, load_tokenizer, read_config, save_hugging_face
-from maintain.gguf_export import export_gguf
+from maintain.gguf_writer import export_gguf
 
 
 def test_a_model_without_its_tokenizer_takes_that_of_the_file_it_came_from(tmp_path: Path) -> None:

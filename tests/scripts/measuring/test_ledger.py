@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from measuring.ledger import Ledger, complete, digest, fingerprint, read_document, write_whole
+from inputs.prompts import digest
+from measuring.ledger import Ledger, complete, fingerprint, read_document, write_whole
 from tests.helpers import DATA, tiny_model
 
 
