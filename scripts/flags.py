@@ -64,12 +64,17 @@ def threads(text: str) -> int:
     return found
 
 
-def number_or_auto(text: str) -> int | str:
-    """A value of gamma: "auto" or a whole number."""
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be 'auto' or a whole number of at least 1, got {text!r}") from None
+def number_or(word: str) -> Callable[[str], int | str]:
+    """A parser of a whole number or one word, such as "auto"."""
+
+    def parse(text: str) -> int | str:
+        try:
+            return text if text == word else int(text)
+        except ValueError:
+            said = f"must be {word!r} or a whole number of at least 1, got {text!r}"
+            raise argparse.ArgumentTypeError(said) from None
+
+    return parse
 
 
 def sizes(text: str) -> list[int]:
@@ -167,8 +172,9 @@ def kind_of(field: Field[Any], hint: Any) -> dict[str, Any]:
     kinds = {*(get_args(hint) or (hint,))} - {NoneType, Path}
     if kinds == {bool}:
         return {"action": "store_true"}
-    if len(kinds) == 2 and str in kinds:  # gamma, or a text or several of them
-        how: dict[str, Any] = {"type": number_or_auto} if int in kinds else {"action": "append"}
+    if len(kinds) == 2 and str in kinds:  # a number or a word, or a text or several of them
+        word = field.metadata["metavar"].partition("|")[2]
+        how: dict[str, Any] = {"type": number_or(word)} if int in kinds else {"action": "append"}
     else:
         (kind,) = kinds
         how = {"type": kind}

@@ -25,6 +25,8 @@ PLANES: dict[str, dict[str, Any]] = {
 MIXTURES: dict[str, dict[str, Any]] = {
     "standalone, snapkv": {"policy": "standalone", "view": "snapkv", "budget": 64},
     "hierarchy, guided": {"policy": "hierarchy", "view": "guided", "budget": 48},
+    "snapkv, once": {"policy": "snapkv", "budget": 64, "refresh": "off"},
+    "guided, once": {"policy": "guided", "budget": 48, "refresh": "off"},
     "past its positions": {"policy": "standalone", "budget": 24},
 }
 

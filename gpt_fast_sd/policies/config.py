@@ -57,9 +57,10 @@ class DraftConfig:
     exit_layers: int | None = flag_field(None, "how many of the target's first layers draft", unset="half of them")
     ngram: int = flag_field(3, "tokens of the longest n-gram that is looked up")
     n_sink: int = flag_field(4, "first tokens that are always read")
-    refresh: int | None = flag_field(
-        None, "tokens after which the selection is refreshed", unset="64 for snapkv, every round for guided"
-    )
+    refresh: int | str | None = flag_field(
+        None, "tokens after which the selection is refreshed, or off: the first one stays", metavar="N|off",
+        unset="64 for snapkv, every round for guided",
+    )  # fmt: skip
     page: int = flag_field(16, "entries that are selected together", allowed=PAGES)
     quantize: str | None = flag_field(
         None,
@@ -88,9 +89,13 @@ class DraftConfig:
                 raise ValueError(f"gamma must be 'auto' or a whole number from 1 to {MAX_GAMMA}, got {self.gamma!r}")
             if not 1 <= self.gamma <= MAX_GAMMA:
                 raise ValueError(f"gamma must be from 1 to {MAX_GAMMA}, got {self.gamma}")
-        for name in ("exit_layers", "refresh", "draft_tp"):
+        for name in ("exit_layers", "draft_tp"):
             if getattr(self, name) is not None:
                 countable(name, getattr(self, name))
+        if isinstance(self.refresh, str) and not self.selects_once:
+            raise ValueError(f"refresh must be 'off' or a whole number of at least 1, got {self.refresh!r:.80}")
+        if self.refresh is not None and not isinstance(self.refresh, str):
+            countable("refresh", self.refresh)
         check_allowed(self, "page", "quantize", "kv_bits")
         self._check_views()
         if self.draft_model is not None and not isinstance(self.draft_model, (str, os.PathLike)):
@@ -141,6 +146,15 @@ class DraftConfig:
         views = map(registry.view_class, registry.policy_class(self.policy).views(self))
         least = max((view.least_budget(fitting) for view in views), default=1)
         return replace(fitting, budget=max(least, min(self.budget, capacity)))
+
+    @property
+    def selects_once(self) -> bool:
+        """Whether a selection, once made, stays."""
+        return self.refresh == "off"
+
+    def refresh_or(self, default: int) -> int:
+        """Tokens after which a selection is refreshed or, where it stays, for which a window has room before it."""
+        return self.refresh if isinstance(self.refresh, int) else default
 
     @property
     def needs_planes(self) -> bool:

@@ -14,15 +14,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..config import MOST
 from ..state import BatchState
 from ..steps import Runner
 from . import selection
 from .config import DraftConfig
 from .list_and_window import ListAndWindowView
 
+ROOM = 64  # tokens for which a window has room where a selection stays
+
 
 class GuidedView(ListAndWindowView):
     """The blocks with the most mass, and a window that begins at a block's edge; each verification selects again.
+
+    If a row is selected for only once, that is when it is first longer than the budget: its full window slides.
 
     Before a slot's first verification it reads the first entries and the window. All queries of a verification count,
     also those of rejected drafts: which these are is known only after the mass has been summed.
@@ -35,22 +40,28 @@ class GuidedView(ListAndWindowView):
     @classmethod
     def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> GuidedView:
         """1, a new selection by every verification, or what the configuration says."""
-        return cls(runner, budget=config.budget, page=config.page, refresh=config.refresh or 1, max_new=max_new)
+        once, refresh = config.selects_once, config.refresh_or(ROOM if config.selects_once else 1)
+        return cls(runner, budget=config.budget, page=config.page, refresh=refresh, max_new=max_new, once=once)
 
     @classmethod
     def least_budget(cls, config: DraftConfig) -> int:
         """A page, and two of the window."""
         return 3 * config.page
 
-    def __init__(self, runner: Runner, *, budget: int, page: int, refresh: int, max_new: int) -> None:
-        """refresh: committed tokens after which a row's selection is refreshed; sooner if its window is full."""
+    def __init__(
+        self, runner: Runner, *, budget: int, page: int, refresh: int, max_new: int, once: bool = False
+    ) -> None:
+        """refresh: committed tokens after which a row's selection is refreshed; sooner if its window is full.
+
+        once: the window has room for these tokens, and the first selection is never refreshed.
+        """
         growth = min(refresh, budget // 4)  # tokens for which the window has room until the next selection
         n_blocks = max(1, (budget - 2 * page - growth) // page)
         super().__init__(runner, n_listed=n_blocks * page, window=budget - n_blocks * page, max_new=max_new)
         self.page = page
-        self.apart = refresh
+        self.apart, self.once = MOST if once else refresh, once
         self.growth = min(growth, self.window - 2 * page)  # so that more than a block is left of the window
-        self.selected_at = torch.full_like(self.window_start, -refresh)  # [B] seq_len at the last selection
+        self.selected_at = torch.full_like(self.window_start, -self.apart)  # [B] seq_len at the last selection
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """List what precedes the window while it fits: all of a short prompt, the beginning of a long one."""
@@ -66,11 +77,15 @@ class GuidedView(ListAndWindowView):
         self.selected_at[slot] = -self.apart
 
     def device_after_verify(self, state: BatchState, mass: Tensor | None) -> None:
-        """Select by mass [L, B, K, P] for each row that has grown by `refresh` tokens since, or has a full window."""
+        """Select by mass [L, B, K, P] for each row that has grown by `refresh` tokens since, or has a full window.
+
+        Selected once, for each that outgrew the budget and never was: before, it is read whole.
+        """
         if mass is None:
             return
         grown, full = state.seq_len - self.selected_at, state.seq_len - self.window_start  # [B]
-        due = (grown >= self.apart) | (full > self.window)  # [B]
+        due = grown >= self.apart  # [B]
+        due = due & (state.seq_len > self.budget) if self.once else due | (full > self.window)
         start = self._start(state.seq_len)  # [B]
         self.runner.bodies.of(selection.guided_select)(mass, self.kv_indices, due, start // self.page, self.page)
         self.window_start.copy_(torch.where(due, start, self.window_start))

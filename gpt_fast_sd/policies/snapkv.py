@@ -101,7 +101,8 @@ def _window(budget: int, refresh: int, n_observed: int) -> int:
 class SnapKVView(ListAndWindowView):
     """The entries that the observation window attended to most, and all from it on, until the window is full.
 
-    A row that fits into the budget is read whole and needs no selection; so all observed tokens are committed ones.
+    A row that fits into the budget is read whole and needs no selection; so all observed tokens are committed ones. If
+    a row is selected for only once, its list stays, and the full window slides.
     """
 
     about = "what the latest tokens attended to most when it last looked, and a window"
@@ -111,7 +112,8 @@ class SnapKVView(ListAndWindowView):
     @classmethod
     def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> SnapKVView:
         """64 tokens, or what the configuration says."""
-        return cls(runner, budget=config.budget, refresh=config.refresh or REFRESH, max_new=max_new)
+        once, refresh = config.selects_once, config.refresh_or(REFRESH)
+        return cls(runner, budget=config.budget, refresh=refresh, max_new=max_new, once=once)
 
     @classmethod
     def least_budget(cls, config: DraftConfig) -> int:
@@ -121,15 +123,22 @@ class SnapKVView(ListAndWindowView):
     @classmethod
     def refresh_period(cls, config: DraftConfig) -> int:
         """The room that the window has besides the observed entries."""
-        return _window(config.budget, config.refresh or REFRESH, OBSERVED) - OBSERVED
+        every = _window(config.budget, config.refresh_or(REFRESH), OBSERVED) - OBSERVED
+        return 0 if config.selects_once else every
 
-    def __init__(self, runner: Runner, *, budget: int, refresh: int, max_new: int, n_observed: int = OBSERVED) -> None:
-        """refresh: committed tokens after which a selection is refreshed; sooner if half of the budget is full."""
+    def __init__(
+        self, runner: Runner, *, budget: int, refresh: int, max_new: int, n_observed: int = OBSERVED, once: bool = False
+    ) -> None:
+        """refresh: committed tokens after which a selection is refreshed; sooner if half of the budget is full.
+
+        once: the window has room for these tokens, and the first selection is never refreshed.
+        """
         window = _window(budget, refresh, n_observed)
         assert n_observed < window < budget, "the budget has no room for what is observed"
         super().__init__(runner, n_listed=budget - window, window=window, max_new=max_new)
         n_slots = runner.shape[1]
-        self.n_observed, self.refresh_every = n_observed, window - n_observed
+        self.n_observed, self.refresh_every, self.once = n_observed, 0 if once else window - n_observed, once
+        self.selected = torch.zeros(n_slots, dtype=torch.bool, device=runner.device)
         self.together = min(n_slots, traits_of(runner.device).windows)  # W
         # where each slot's window began at its last selection, as far as the host knows: at least, and at most
         self._bounds = [(0, 0)] * n_slots
@@ -150,12 +159,13 @@ class SnapKVView(ListAndWindowView):
     def host_free(self, slot: int) -> None:
         """Forget the slot's selection."""
         super().host_free(slot)
+        self.selected[slot] = False
         self._bounds[slot] = 0, 0
         self._asked.pop(slot, None)
 
     def entries_read(self, n_keys: int) -> int:
         """The list and the window, and a step's share of a selection, which reads all entries."""
-        selecting = n_keys // self.refresh_every if n_keys > self.budget else 0
+        selecting = n_keys // self.refresh_every if n_keys > self.budget and not self.once else 0
         return super().entries_read(n_keys) + int(selecting * traits_of(self.runner.device).window_reads)
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
@@ -171,12 +181,13 @@ class SnapKVView(ListAndWindowView):
         return [max(some if certain else longest) for some in passes]
 
     def device_refresh(self, state: BatchState, n_keys: int) -> None:
-        """Select for the first W of the rows whose window is full, by the observation windows at their ends.
+        """Select for the first W of the rows that are due, by the observation windows at their ends.
 
         The list holds what an observation window attends to most before it, the window begins with it.
         """
         capacity = self.runner.cache.capacity
-        due = state.active & (state.seq_len > self.budget) & (state.seq_len - self.window_start > self.window)  # [B]
+        stale = ~self.selected if self.once else state.seq_len - self.window_start > self.window  # [B]
+        due = state.active & (state.seq_len > self.budget) & stale  # [B]
         slots = due.logical_not().long().argsort(stable=True)[: self.together]  # [W]
         chosen = due[slots]  # [W]
         # the others query from past everything that can be in view, so no keys are read for them
@@ -185,6 +196,7 @@ class SnapKVView(ListAndWindowView):
         listed = self._observe(state.history[slots[:, None], pos], pos, slots, n_keys)  # [L, W, K, C]
         self.kv_indices.index_copy_(1, slots, torch.where(chosen[:, None, None], listed, self.kv_indices[:, slots]))
         self.window_start.index_copy_(0, slots, torch.where(chosen, start, self.window_start[slots]))
+        self.selected.index_copy_(0, slots, self.selected[slots] | chosen)
 
     def _observe(self, tokens: Tensor, pos: Tensor, slots: Tensor, n_keys: int) -> Tensor:
         """See observe_step: tokens, pos [W, T], slots [W] -> int64 [L, W, K, C]."""
@@ -196,8 +208,8 @@ class SnapKVView(ListAndWindowView):
         return out
 
     def _full(self, length: int, start: int) -> bool:
-        """The condition that refresh checks on the device, for a row whose window begins at start."""
-        return length > self.budget and length - start > self.window
+        """Whether the device finds a row due whose window begins at start; 0: it may not have been selected for."""
+        return length > self.budget and (not start if self.once else length - start > self.window)
 
     def _learn(self, plan: RoundPlan) -> None:
         """Work out what the device decided for the requested slots.
@@ -210,7 +222,7 @@ class SnapKVView(ListAndWindowView):
             if known and slot in plan.lengths:
                 shortest = longest = plan.lengths[slot]
             low, high = self._bounds[slot]
-            if self._full(shortest, high):
+            if self._full(shortest, low if self.once else high):
                 self._bounds[slot] = shortest - self.n_observed, longest - self.n_observed
             elif self._full(longest, low):
                 self._bounds[slot] = low, longest - self.n_observed

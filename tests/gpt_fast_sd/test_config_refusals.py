@@ -24,7 +24,7 @@ NONSENSE: list[tuple[type, str, tuple[Any, ...]]] = [
     (DraftConfig, "gamma", (0, -3, 17, 2.5, "4", "Auto", None, True)),
     *((DraftConfig, name, (0, -1, 2.0, None, True, 2**63)) for name in ("ngram", "n_sink", "page")),
     (DraftConfig, "page", (8, 17, 256)),
-    (DraftConfig, "refresh", (0, -1, 2.0, "64", 2**63)),
+    (DraftConfig, "refresh", (0, -1, 2.0, True, "64", "on", 2**63)),
     (DraftConfig, "cheap", ("streaming", "Lookup", None)),
     (SamplingParams, "max_tokens", (0, -1, 1.0, None)),
     (SamplingParams, "temperature", (-0.1, -1, math.inf, math.nan, True, "1", 1e39, 10**30 * 10**30)),

@@ -128,7 +128,7 @@ def check_bounds(rig: Rig) -> None:
 def test_however_rows_grow_the_view_keeps_its_promises(name: str, data: st.DataObject) -> None:
     page = data.draw(st.sampled_from([16, 32, 64, 128]), "page")
     budget = data.draw(st.integers(max(64, 3 * page), 400), "budget")
-    refresh = data.draw(st.none() | st.integers(1, 100), "refresh")
+    refresh = data.draw(st.none() | st.just("off") | st.integers(1, 100), "refresh")
     sink = data.draw(st.integers(1, 40), "sink")
     gamma = data.draw(st.integers(1, 16), "gamma")
     lengths = data.draw(st.lists(st.integers(0, 700), min_size=N_ROWS, max_size=N_ROWS), "lengths")
@@ -271,6 +271,24 @@ def test_a_selection_is_refreshed_after_refresh_tokens_or_when_its_window_is_ful
     for n, by in zip(selections, [1, 2, 3, 5], strict=True):
         apart = min(refresh, 160 // 4)  # the window has room for no more
         assert 30 * by // (apart + 16 + by) <= n <= 1 + 30 * by / min(refresh, 160 // 4 - 16)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "guided"])
+def test_a_selection_that_is_kept_is_made_where_a_row_outgrows_the_budget_and_its_window_slides(name: str) -> None:
+    rig, kept = Rig(name, [60, 98, 300, 400], budget=BUDGET, refresh="off"), dict[int, Tensor]()
+    for n in range(40):
+        rig.begin()
+        for row, length in rig.lengths.items():
+            if n and length > BUDGET + 6:
+                listed = rig.view.kv_indices[:, row]
+                assert torch.equal(kept.setdefault(row, listed.clone()), listed)
+        rig.grow([1, 2, 3, 5])
+    rig.begin()
+    assert rig.view.window_start.tolist() == [length - rig.view.window for length in rig.lengths.values()]
+    assert kept.keys() == {1, 2, 3} and rig.view.refresh_every == 0
+    first = torch.arange(rig.view.kv_indices.shape[-1])
+    assert not any(torch.equal(listed, first.expand_as(listed)) for listed in kept.values())  # the first are no choice
+    check_reads(rig, budget=BUDGET)
 
 
 # ---- in the engine -------------------------------------------------------------------------------------------------

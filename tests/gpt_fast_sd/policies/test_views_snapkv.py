@@ -216,6 +216,16 @@ def test_a_row_is_selected_for_when_due_and_the_host_knows_to_within_a_round(ref
     assert not any(asked)
 
 
+@pytest.mark.usefixtures("four_together")
+def test_a_row_is_selected_for_once_and_then_the_host_asks_for_nothing(monkeypatch: Patch) -> None:
+    one, asked = captured("snapkv, once"), list[int]()
+    refresh = one.schedule.rounds.refresh
+    monkeypatch.setattr(one.schedule.rounds, "refresh", lambda plan: asked.append(refresh(plan)) or asked[-1])
+    one.generate([random_ids(200), random_ids(20), random_ids(63)], SamplingParams(max_tokens=90, ignore_eos=True))
+    assert asked[0] == 1 and 3 <= sum(asked) <= 7  # about two for each, as it asks before it knows
+    assert not any(asked[-5:])
+
+
 def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: Patch) -> None:
     def tokens(name: str) -> list[list[int]]:
         one = captured(name, gamma="auto")
