@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -183,7 +183,22 @@ def slow_commit(
     }  # fmt: skip
 
 
+def ending() -> tuple[BatchState, torch.Tensor, torch.Tensor, AcceptResult]:
+    """Rows that end, by EOS or by what is left, at the last draft that stays or at the token after all; a free slot."""
+    state = BatchState.idle(torch.zeros(5, dtype=torch.int64), HISTORY, VOCAB, [6])
+    state.active[:4] = state.stop_on_eos[:4] = True
+    state.remaining[:4] = torch.tensor([9, 9, 2, 4])
+    drafted = torch.tensor([[1, 6, 2], *[[1, 2, 3]] * 3, [6] * 3])
+    return (
+        state,
+        drafted,
+        torch.tensor([3] * 5),
+        AcceptResult(torch.tensor([2, 3, 2, 3, 1]), torch.tensor([5, 6, 5, 5, 5])),
+    )
+
+
 @settings(max_examples=100, deadline=None)
+@example(case=ending())
 @given(case=cases())
 def test_a_commit_is_that_of_a_loop_over_rows_and_tokens(
     case: tuple[BatchState, torch.Tensor, torch.Tensor, AcceptResult],

@@ -110,11 +110,11 @@ def test_nothing_past_a_rows_position_is_seen_whatever_it_is(page: int, form: st
 def test_listed_entries_and_a_window_are_what_is_read(n_tokens: int, form: str, dtype: torch.dtype) -> None:
     def attended(form: str) -> tuple[Tensor, Tensor]:
         case = Case(form, dtype, n_tokens=n_tokens)
-        case.pos[3] += CAPACITY
+        case.pos[3] += N_KEYS - case.pos[3, 0]  # an idle slot's, which reads nothing
         kv_indices = selection.entries_of(torch.tensor([[3, 0, -1], [7, 1, 2]]).repeat(4, 1, 1), 16)  # [B, K, 48]
         # of the last rows some of the list stands in the window
         where = kv_indices, torch.tensor([0, 400, 100, 80]), 100, case.pos
-        expected = references.sparse_attention(case.q, case.layer(), *where, CAPACITY, 16)
+        expected = references.sparse_attention(case.q, case.layer(), *where, N_KEYS, 16)
         return attention.listed(case.q, case.layer(), *where), expected
 
     got, expected = attended(form)

@@ -306,7 +306,8 @@ def test_a_redraft_that_cannot_fit_is_refused_and_nothing_is_changed(monkeypatch
     plans = [plan_of(engine.config, draft, engine.model.config, theirs)
              for draft, theirs in ((first, None), (second, small.config))]  # fmt: skip
     enough = plans[0].total + plans[1].added_to(plans[0]).total
-    assert enough > plans[0].total + plans[1].draft_kv
+    own = plans[1].draft_kv + plans[1].policy + max(0, plans[1].workspace - plans[0].workspace)
+    assert enough == plans[0].total + own  # the text of a slot is there already
     held = asked(monkeypatch, enough - 1)
     with monkeypatch.context() as within:
         within.setattr(launch, "build_policy", lambda *args: pytest.fail("something was built"))

@@ -316,6 +316,13 @@ def test_a_row_that_keeps_fewer_drafts_than_its_neighbours_is_what_it_is_alone(n
     assert set(one.stats.rounds_by_gamma) == {0}
 
 
+def test_a_row_that_may_keep_all_that_is_drafted_shows_what_drafts_are_worth(monkeypatch: Patch) -> None:
+    one, shown = counting(Script([3, 3]), gamma=3, slots=2), list[list[int]]()
+    monkeypatch.setattr(one.schedule.planner, "record", lambda *what, arm: shown.append(what[-1]))
+    one.generate([[10], [60]], [SamplingParams(max_tokens=4, max_drafts=n) for n in (3, 2)])
+    assert shown[0] == [3]
+
+
 # ---- what rounds tell, if somebody listens ---------------------------------------------------------------------------
 
 TOLD = [random_ids(n, seed=n) for n in (400, 20, 300)]
@@ -370,8 +377,11 @@ def test_what_is_told_of_drafts_is_what_the_policy_proposed_and_read(policy: str
 @pytest.mark.parametrize("policy", few(VIEWS, ["streaming", "quest"]))
 def test_what_is_told_to_be_read_is_the_view_and_within_the_bytes_that_are_counted(policy: str) -> None:
     one = speaker(policy)
-    told = listen(one)
+    _, told = listen(one), listen(one)
     assert one.policy
+    for part in ("seconds", "draft_seconds", "verify_seconds", "prefill_seconds"):  # of the second call alone
+        whole = getattr(one.stats, part if part != "seconds" else "decode_seconds")
+        assert sum(getattr(each, part) for each in told) == pytest.approx(whole)
     lengths = [len(prompt) - 1 for prompt in TOLD]
     for each in told:
         for event in each.events:

@@ -100,7 +100,10 @@ def test_left_out_fields_mean_what_each_format_says() -> None:
         (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         (LLAMA | {"eos_token_id": [1, "2"]}, "eos_token_id is [1, '2']"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
-        ({k: v for k, v in QWEN3.items() if k != "head_dim"}, "head_dim is missing"),
+        *(
+            ({k: v for k, v in QWEN3.items() if k != name}, f"{name} is missing")
+            for name in ("head_dim", "num_key_value_heads")
+        ),
     ],
 )
 def test_what_cannot_be_read_exactly_is_refused_by_name(raw: dict[str, Any], says: str) -> None:

@@ -184,6 +184,8 @@ def test_whole_prompts_lose_their_middle_and_there_must_be_enough(tmp_path: Path
     first, second = kept.rows(2, 40)
     assert bytes(first) == b"x" * 20 + b"x" * 9 + b"\n\nWho rang?" and len(second) == 40
     assert kept.rows(1, 40, turn=1, turns=2) == [second]
+    longest = max(kept.found, key=len)
+    assert kept.rows(1, len(longest)) == [longest]
     with pytest.raises(ValueError, match="2 prompts of at least 70 tokens are needed, and there are 1"):
         kept.rows(2, 70)
     task = prompts_for(Path("ruler:vt"), [], ByteTokenizer(), 4)

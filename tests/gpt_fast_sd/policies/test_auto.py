@@ -61,6 +61,8 @@ def test_one_copy_of_each_precision_is_planned_for_and_left_out_where_it_does_no
     ]  # fmt: skip
     alone = {bits: MemoryPlan.of(replace(system, draft=DraftConfig(policy="streaming", quantize=bits)))
              for bits in (None, "int4", "int8")}  # fmt: skip
+    arms = [MemoryPlan.of(replace(system, draft=arm)) for arm in whole.system.draft.arms]
+    assert whole.policy == sum(plan.policy for plan in arms)  # each keeps its own selection
     assert whole.draft_weights == alone["int4"].draft_weights + alone["int8"].draft_weights > 0
     for kept in ((None, "int4", "int8"), (None, "int4"), (None,)):
         room = whole.total - sum(alone[b].draft_weights for b in ("int8", "int4") if b not in kept)
