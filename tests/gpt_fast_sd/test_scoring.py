@@ -1,7 +1,5 @@
 """What the engine says of given texts: log-probabilities, by chunks, are those of the step that decodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
