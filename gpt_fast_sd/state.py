@@ -46,7 +46,7 @@ class RoundPlan:
         )  # fmt: skip
 
     def with_gamma(self, gamma: int) -> RoundPlan:
-        """The same round with so many tokens to draft."""
+        """Return the plan with so many tokens to draft."""
         return self if gamma == self.gamma else replace(self, gamma=gamma)
 
     def mean_keys(self, n_slots: int) -> int:
@@ -58,7 +58,7 @@ class RoundPlan:
         return self.captured or any(self.drafted_at[slot] <= n for slot in self.lengths)
 
     def to_capture(self, n_keys: int) -> RoundPlan:
-        """The same for any rows of up to n_keys keys, about which nothing more is known."""
+        """A plan for any rows of up to n_keys keys, about which nothing more is known."""
         return RoundPlan(gamma=self.gamma, n_keys=n_keys, kind=self.kind, captured=True)
 
 

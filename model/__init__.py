@@ -6,7 +6,7 @@ values, a `CacheLayer` for each layer; checkpoints read as Hugging Face or, in a
 (`load_model`, `save_hugging_face`); and sentencepiece, tokenizer.json and tiktoken behind one `Tokenizer`.
 """
 
-from .buffers import Room
+from .buffers import HugePageArena
 from .cache import FORMATS, KV, SPLIT, CacheFormat, CacheLayer, CausalSelf, Entries, KVCache, as_int8, as_planes
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
 from .files.checkpoint import (
@@ -38,10 +38,10 @@ __all__ = [
     "CheckpointError",
     "Entries",
     "FeedForward",
+    "HugePageArena",
     "KVCache",
     "ModelConfig",
     "RMSNorm",
-    "Room",
     "RopeScaling",
     "StreamDecoder",
     "Tokenizer",

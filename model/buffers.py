@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import Tensor
 
-HUGE_PAGE, ROOM, ALIGNED = 2**21, 2**26, 64  # bytes
+HUGE_PAGE, ARENA, ALIGNED = 2**21, 2**26, 64  # bytes
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -26,20 +26,20 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.frombuffer(held, dtype=dtype).view(shape).zero_()  # written, so that the memory is had now
 
 
-class Room:
-    """Where tensors that stay lie side by side, in huge pages where Linux has some: those of weights are often smaller.
+class HugePageArena:
+    """Tensors that stay, side by side in huge pages where Linux has some: weights are often smaller than a page.
 
-    Memory is taken ROOM bytes at a time, and had when it is written.
+    Memory is taken ARENA bytes at a time, and had when it is written.
     """
 
     def __init__(self) -> None:
         self.left = torch.empty(0, dtype=torch.uint8)
 
     def keep(self, x: Tensor) -> Tensor:
-        """A copy of x in this room; x itself where there are no huge pages."""
+        """A copy of x in this arena; x itself where there are no huge pages."""
         n_bytes = -(-x.nbytes // ALIGNED) * ALIGNED
         if n_bytes > len(self.left):
-            if x.device.type != "cpu" or (held := _mapped(-(-n_bytes // ROOM) * ROOM)) is None:
+            if x.device.type != "cpu" or (held := _mapped(-(-n_bytes // ARENA) * ARENA)) is None:
                 return x
             self.left = torch.frombuffer(held, dtype=torch.uint8)
         place, self.left = self.left[: x.nbytes], self.left[n_bytes:]

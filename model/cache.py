@@ -145,7 +145,7 @@ class CacheFormat:
 
     @property
     def in_bytes(self) -> CacheFormat:
-        """The same numbers, not in planes."""
+        """Return the format of the same numbers in bytes, not in planes."""
         return FORMATS["int8"] if self.planes else self
 
 
@@ -185,7 +185,7 @@ class CacheLayer:
 
     @property
     def operands(self) -> tuple[Tensor | None, ...]:
-        """The same as kernels take them: six, None where the format has no such part."""
+        """The buffers as kernels take them: six, None where the format has no such part."""
         return self.k, self.v, self.k_scale, self.v_scale, self.k_low, self.v_low
 
     @property
@@ -303,7 +303,7 @@ class KVCache:
         return sum(layer.bytes_read(n) for layer in self.layers)
 
     def with_tail(self, tail: int) -> KVCache:
-        """The same planes and seq_len as drafts read them: the last `tail` entries whole, of others the upper plane."""
+        """Share planes and seq_len as drafts read them: the last `tail` entries whole, of others the upper plane."""
         assert self.format.planes
         other = copy.copy(self)
         other.layers = [replace(layer, tail=tail) for layer in self.layers]

@@ -126,7 +126,7 @@ def inductor_options(config: EngineConfig, device: torch.device) -> Options:
 
 
 def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own.
+    """A copy of a function, with a code object of its own.
 
     Dynamo keeps compiled graphs, and their limit, per code object: so engines and steps of different shapes never check
     each other's guards.

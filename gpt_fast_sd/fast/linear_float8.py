@@ -51,5 +51,5 @@ class Float8Linear(Int8Linear):
 
 
 def float8_from(linear: nn.Linear, numbers: Tensor, scales: Tensor) -> Float8Linear:
-    """The same with weights that are float8 already: numbers [O, I], and what an output's stand for, fp32 [O]."""
+    """A Float8Linear of weights that are float8 already: numbers [O, I], and what an output's stand for, fp32 [O]."""
     return Float8Linear(numbers, linear.bias, scales, linear.weight.dtype)

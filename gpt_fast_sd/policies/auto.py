@@ -155,7 +155,7 @@ class AutoDraft(DraftPolicy):
         return [filling for arm in self.parts if isinstance(arm, OwnPrefill) for filling in arm.prepare(slot, prompt)]
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """The same of all arms, none of which has drafted for it."""
+        """Admit the request to all arms, none of which has drafted for it."""
         super().host_admit(slot, prompt)
         self._admitted[slot] = len(prompt) - 1
         for drafted_at in self._drafted_at.values():
@@ -166,7 +166,7 @@ class AutoDraft(DraftPolicy):
         return self.now is not None and self.now.host_must_wait(self._of_arm(plan))
 
     def host_before_round(self, state: BatchState, plan: RoundPlan) -> None:
-        """The same of the arm that drafts now, for which rounds of others are rounds without a draft."""
+        """Prepare the arm that drafts now, for which rounds of others are rounds without a draft."""
         assert self.now
         mine = self._of_arm(plan)
         self._before = dict(mine.drafted_at)

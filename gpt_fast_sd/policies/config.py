@@ -141,7 +141,7 @@ class DraftConfig:
         return next(iter(registry.policy_class(self.policy).views(self)), None)
 
     def within(self, capacity: int) -> DraftConfig:
-        """The same for a cache of so many entries: a larger budget reads no more, and takes memory."""
+        """Limit the budget to a cache of so many entries: a larger one reads no more, and takes memory."""
         fitting = replace(self, n_sink=min(self.n_sink, capacity))
         views = map(registry.view_class, registry.policy_class(self.policy).views(self))
         least = max((view.least_budget(fitting) for view in views), default=1)

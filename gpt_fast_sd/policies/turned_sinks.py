@@ -80,7 +80,7 @@ class ChunkedPrefill(Prefill):
         self._bodies = runner.bodies_of(ListedKV)
 
     def begin(self, slot: int, body: Sequence[int]) -> Filling:
-        """The same; sinks stand where they were when they are copied."""
+        """Begin the prefill, with the sinks turned back: they are copied where they stood."""
         self.view.turn(torch.zeros_like(self.view.turned))
         return super().begin(slot, body)
 

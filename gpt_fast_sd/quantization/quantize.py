@@ -143,7 +143,7 @@ def equalize_keys(model: Transformer) -> None:
 
 @torch.no_grad()
 def equalize_keys_of(block: Block) -> None:
-    """The same for one layer."""
+    """Rescale the keys of one layer, see equalize_keys."""
     attention, gain = block.attention, block.attention_norm.weight.float()  # [D]
     linear, group = attention.wqkv, attention.group_size
     bias, held = linear.bias, by_output(linear)

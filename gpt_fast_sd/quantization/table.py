@@ -66,14 +66,14 @@ class Precision:
 
 
 def int8_of(linear: nn.Linear) -> nn.Linear:
-    """The same with int8 weights and a scale for each output, the bias shared; itself where it has them."""
+    """A Linear with int8 weights and a scale for each output, the bias shared; itself where it has them."""
     if precision_of(linear) == "int8":
         return linear
     return Int8Linear(plain_weight(linear, "int8"), linear.bias)
 
 
 def float8_of(linear: nn.Linear) -> nn.Linear:
-    """The same with float8 weights (e4m3), a scale for each output and one for each row that comes, the bias shared.
+    """A Linear with float8 weights (e4m3), a scale for each output and one for each row that comes, the bias shared.
 
     Itself where it has them.
     """
@@ -83,7 +83,7 @@ def float8_of(linear: nn.Linear) -> nn.Linear:
 
 
 def int4_in_blocks(linear: nn.Linear) -> nn.Linear:
-    """The same with int4 weights in blocks of 32 inputs, the bias shared; itself where it has them."""
+    """A Linear with int4 weights in blocks of 32 inputs, the bias shared; itself where it has them."""
     if isinstance(linear, Int4Linear):
         return linear
     weight = plain_weight(linear, "int4")
@@ -91,7 +91,7 @@ def int4_in_blocks(linear: nn.Linear) -> nn.Linear:
 
 
 def int4_of(linear: nn.Linear) -> nn.Linear:
-    """The same with torchao's int4 weights in the layout of torch's own product, a scale and a zero for 128 inputs.
+    """A Linear with torchao's int4 weights in the layout of torch's own product, a scale and a zero for 128 inputs.
 
     ValueError for inputs that 128 does not divide.
     """
@@ -271,7 +271,7 @@ OUTPUTS_ALONG = {"qdata": 0, "scale_and_zero": 1}
 
 
 def _by_torchao(linear: nn.Linear, name: str, config: object) -> nn.Linear:
-    """The same with weights that torchao has quantized; some rows at a time, as what it takes besides is large."""
+    """A Linear with weights that torchao has quantized; some rows at a time, as what it takes besides is large."""
     weight = plain_weight(linear, name)
     n_out, held = len(weight), dict[str, Tensor]()
     for begin in range(0, n_out, ROWS_AT_ONCE):

@@ -92,7 +92,7 @@ class GraphPool:
         return _replaying(graph, result)
 
     def passing(self, part: Callable[[], Result]) -> Callable[[], Result]:
-        """The same for a graph that is freed while others stay, in its own memory. Two of them are freed together."""
+        """Capture a graph that is freed while others stay, in its own memory. Two of them are freed together."""
         return _replaying(*_captured(part, self._passing_stream, torch.cuda.graph_pool_handle()))
 
     def clear(self) -> None:

@@ -42,7 +42,7 @@ class Access:
             raise RuntimeError("the engine is closed: build a new one")
 
     def require_idle(self) -> None:
-        """The same, and for one that is at work; ValueError if another device is the current one."""
+        """Raise unless the engine is open and idle; ValueError if another device is the current one."""
         self.require_open()
         if self.running:
             raise RuntimeError(BUSY)
@@ -62,7 +62,7 @@ class Access:
 
     @contextlib.contextmanager
     def at_work(self, schedule: Schedule) -> Iterator[None]:
-        """The same for work on prompts; afterwards every slot is free, whatever happened.
+        """Work on prompts, alone; afterwards every slot is free, whatever happened.
 
         If the device itself failed, the engine is unusable from then on and says so.
         """
@@ -147,7 +147,7 @@ def _replace_modes(modes: list[Any]) -> None:
 
 
 def sheltered(events: Generator[Event, None, None]) -> Iterator[Event]:
-    """The same, made under own settings; the caller's are the caller's own again whenever it has one."""
+    """Run a generator under own settings; the caller's are restored whenever it has an event."""
     try:
         while True:
             with own_settings():

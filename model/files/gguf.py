@@ -512,7 +512,7 @@ class Header(Fields):
         return Blocks(path, int(stored.data_offset), shape[1], stored.tensor_type.name, self._pairs(name))
 
     def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """The same as `read`, with rows in the order of the file and numbers unchecked."""
+        """Read a tensor with its rows in the order of the file, and numbers unchecked."""
         (part, stored), shape = self._tensors[name], self.shape(name)
         block, block_bytes = gguf.GGML_QUANT_SIZES[stored.tensor_type]
         n_rows, n_columns = shape if len(shape) == 2 else (1, *shape)

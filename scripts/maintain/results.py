@@ -71,7 +71,7 @@ class Part:
     goes_on: bool = False  # its file holds what was measured so far
 
     def here(self, instructions: str) -> Part:
-        """The same where there are instructions for bf16: then no mode of others is left out."""
+        """Return the same where there are instructions for bf16: then no mode of others is left out."""
         has_bf16 = instructions in ("amx", "avx512_bf16")
         return replace(self, command=self.command.replace(f" --without {SLOWER}", "")) if has_bf16 else self
 

@@ -94,7 +94,7 @@ class Chip:
             raise ValueError(f"memory of {self.name} must be positive, got {self.memory}")
 
     def working_in(self, dtype: torch.dtype) -> Chip:
-        """The same chip with the peak that it has in this dtype."""
+        """Return the chip with the peak that it has in this dtype."""
         return replace(self, peak=self.fp32) if dtype == torch.float32 and self.fp32 else self
 
 

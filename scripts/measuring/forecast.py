@@ -275,7 +275,7 @@ class System:
         return plan.total, None
 
     def _memory_of_others(self, batch: int, context: int) -> tuple[int, str | None]:
-        """The same of a model that no engine plans: weights of all experts, and the keys and values that it keeps."""
+        """Bytes of a model that no engine plans: weights of all experts, and the keys and values that it keeps."""
         under, model = self.conditions(), self.model
         everyone = step_cost(model, 10**9 if self.experts else 1, 1, 0, under).weight_bytes
         kept = 0.0 if self.kv_link else step_cost(model, batch, 1, context + self.room, under).kv_bytes

@@ -487,7 +487,7 @@ def seeds(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
 
 
 def refill(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
-    """The same tokens when all that no slot holds is poisoned before the work, and each slot again when it is free."""
+    """Tokens stay when all that no slot holds is poisoned before the work, and each slot again when it is free."""
     params, order, different, poisoned = _mixed(len(prompts), n_tokens), list(range(len(prompts))), set[int](), 0
     clean, _ = _decode(engine, prompts, params, order)
     for kind in (math.nan, math.inf):

@@ -33,7 +33,7 @@ class Profile:
     budget: int = 512
 
     def with_weights(self, quantize: str | None) -> Profile:
-        """The same for a draft with weights of that precision."""
+        """Return the profile for a draft with weights of that precision."""
         less = LESS_KEPT.get(quantize or "", 1.0)
         source = f"{self.source}, times {less:g} for {quantize} weights" if less < 1 else self.source
         return replace(self, chances=tuple(chance * less for chance in self.chances), source=source)

@@ -232,7 +232,7 @@ def merged_bytes(config: ModelConfig, batch: int, n_tokens: int, context: float,
 
 
 def mass_bytes(config: ModelConfig, batch: int, n_tokens: int, context: float, page: int, block: int = 64) -> float:
-    """The same of the mass of pages: per query an fp16 sum of every page, an fp32 maximum of every block of keys."""
+    """Bytes of the mass of pages: per query an fp16 sum of every page, an fp32 maximum of every block of keys."""
     queries = config.n_layers * config.n_heads * n_tokens * batch
     return 2 * queries * (2 * context / min(page, block) + 4 * context / block) if page else 0.0
 

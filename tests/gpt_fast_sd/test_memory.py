@@ -18,7 +18,7 @@ from gpt_fast_sd.fast.triton import stand_ins
 from gpt_fast_sd.loading import MemoryPlan, System, bytes_of_weights, plan_for
 from gpt_fast_sd.loading.memory import GIB, NODE
 from gpt_fast_sd.loading.workspace import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT
-from gpt_fast_sd.model import PRESETS, SPLIT, ModelConfig, Room, Weights
+from gpt_fast_sd.model import PRESETS, SPLIT, HugePageArena, ModelConfig, Weights
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.costs import MOST_STEPS
 from gpt_fast_sd.round import accept_step
@@ -336,7 +336,7 @@ def test_packing_a_model_s_weights_is_planned_for(monkeypatch: Patch) -> None:
         return torch.empty(x.shape, dtype=x.dtype).copy_(x)
 
     def counted(weight: torch.Tensor, keep: Any) -> torch.Tensor:
-        assert isinstance(keep.__self__, Room)  # a copy that was made before it keeps one would be a third
+        assert isinstance(keep.__self__, HugePageArena)  # a copy that was made before it keeps one would be a third
         assert all(storage() is None for storage in held)  # those packed before are gone
         with LiveBytes() as live:
             packed = pack(weight, copied)

@@ -196,7 +196,7 @@ def test_without_huge_pages_or_a_mapping_the_cache_is_the_same(name: str, monkey
 
 @pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")
 def test_a_room_holds_small_tensors_side_by_side_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = buffers.Room()
+    room = buffers.HugePageArena()
     weights = [torch.randn(33, 7), torch.randn(5, 2, 3).bfloat16(), torch.arange(9, dtype=torch.uint8)]
     kept = [room.keep(x) for x in weights]
     assert all(x.equal(own) and x.dtype == own.dtype for x, own in zip(kept, weights, strict=True))
@@ -204,7 +204,7 @@ def test_a_room_holds_small_tensors_side_by_side_in_huge_pages(monkeypatch: pyte
     assert not kept[0].data_ptr() % 64
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
         assert asks_for_huge_pages(kept[2])
-    large = room.keep(torch.zeros(buffers.ROOM + 1, dtype=torch.uint8))  # more than is taken at a time
-    assert len(large) == buffers.ROOM + 1 and kept[0].equal(weights[0])
+    large = room.keep(torch.zeros(buffers.ARENA + 1, dtype=torch.uint8))  # more than is taken at a time
+    assert len(large) == buffers.ARENA + 1 and kept[0].equal(weights[0])
     monkeypatch.setattr(buffers.sys, "platform", "darwin")
-    assert buffers.Room().keep(weights[0]) is weights[0]
+    assert buffers.HugePageArena().keep(weights[0]) is weights[0]

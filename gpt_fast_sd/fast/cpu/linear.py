@@ -131,7 +131,7 @@ def packed_rows(packed: Tensor, rows: Tensor) -> Tensor:
 def pack(weight: Tensor, keep: Callable[[Tensor], Tensor] = Tensor.contiguous) -> Tensor:
     """[O, I] -> the same shape, as [O / 32, n, 2, 16, 16, 4 bytes]: 32 outputs x 64 bytes of inputs, 4 at a time.
 
-    keep: makes the only copy, as that of a room does.
+    keep: makes the only copy, as HugePageArena.keep does.
     """
     words = weight.contiguous().view(torch.int32).view(len(weight) // LANES, 2, 16, -1, 16)
     return keep(words.permute(0, 3, 1, 4, 2)).contiguous().view(weight.dtype).view(weight.shape)
@@ -144,7 +144,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def pack_int4(held: Int4, by_sums: bool = False) -> Int4:
-    """The same shapes; numbers as [O / 32, n, 2, 4, 32, 4 of 4 bits]: four outputs' numbers of an input in 16 bits.
+    """Pack in the same shapes; numbers as [O / 32, n, 2, 4, 32, 4 of 4 bits]: an input's of four outputs in 16 bits.
 
     n blocks of inputs, each of two times 16 outputs. Blocks as [O / 32, n, 2, 2, 16]: scales, then minima. by_sums:
     numbers as [O / 16, n, 4, 16, 4 bytes], an output in every lane, and blocks as [O / 16, n, 2, 16].

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Linear
 
-from gpt_fast_sd.model import FeedForward, Room
+from gpt_fast_sd.model import FeedForward, HugePageArena
 
 from .. import LINE, Int4, pack, pack_int4, packable, packed_linear, packed_rows, packed_swiglu, unpack, unpack_int4
 from ..linear_int4 import Int4Linear
@@ -86,7 +86,7 @@ class PackedInt4Linear(Int4Linear):
 
 
 class SummedInt4Linear(PackedInt4Linear):
-    """The same for few rows: faster for one, with activations of 15 bits, and slower from 16 rows on."""
+    """Packed int4 weights for few rows: activations of 15 bits, faster for one row, slower from 16 on."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]"""
@@ -152,7 +152,7 @@ def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
     Modules keep their names and shapes; their weights are read only through them. A head that shares its weight with
     the embedding packs both. Nothing is packed if this CPU or its compiler lacks the instructions.
     """
-    n_packed, room = 0, Room()
+    n_packed, arena = 0, HugePageArena()
     embeddings = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
         if not isinstance(module, nn.Linear) or type(module) not in PACKED:
@@ -170,9 +170,9 @@ def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
             if isinstance(module, Int4Linear):
                 by_sums = kind is SummedInt4Linear
                 numbers, blocks, _ = pack_int4(module.in_order(), by_sums)
-                module.weight.data, module.blocks.data = room.keep(numbers), room.keep(blocks)
+                module.weight.data, module.blocks.data = arena.keep(numbers), arena.keep(blocks)
             else:
-                module.weight.data = pack(module.weight.data, room.keep)
+                module.weight.data = pack(module.weight.data, arena.keep)
             module.weight.is_packed = kind  # type: ignore[attr-defined]
         module.__class__ = kind
         if tied is not None:

@@ -91,7 +91,7 @@ def int4_linear(x: Tensor, held: Int4, bias: Tensor | None) -> Tensor:
 
 
 def int4_by_sums(x: Tensor, held: Int4, bias: Tensor | None) -> Tensor:
-    """The same of rows of x made whole numbers, 15 bits with a scale for each: whole sums of a block, then its scale.
+    """x W' + bias of rows of x made integers of 15 bits with a scale for each: sums of a block, then its scale.
 
     What is kept of `x` is what `int8_linear` keeps. Blocks are added one by one, each first its numbers, then its
     minimum times the sum of x in it, in fp32, rounded once each. This body is for comparison: it is slow.

@@ -38,7 +38,7 @@ def quantize_rows(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tens
 
 
 def scaled(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same for rows [..., I], all at once: [..., I] and fp32 [...]."""
+    """Quantize rows [..., I] all at once, see quantize_rows: [..., I] and fp32 [...]."""
     wide = rows.float()
     scale = wide.abs().amax(-1).clamp(min=LEAST) / LARGEST[dtype]
     numbers = wide * scale.reciprocal()[..., None]
