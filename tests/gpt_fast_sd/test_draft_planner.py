@@ -194,6 +194,17 @@ def test_a_text_that_ceases_to_repeat_is_soon_looked_up_no_more(rows: int) -> No
     assert median(simulate(same, 256, seed, then=dull)[0] for seed in range(20)) >= 0.87 * possible  # by fading: 0.81
 
 
+def test_every_run_begins_with_plain_rounds_beside_which_others_are_judged() -> None:
+    at = world(4, {g: 1 + 0.02 * g for g in GAMMA_TIERS}, 0.1, 0.9, 0.92, 0.1)
+    _, plan = simulate(at, 200, 0)
+    plan.begin()
+    chosen = []
+    for _ in range(3):
+        chosen.append(gamma := plan.choose(4000))
+        plan.record(gamma, 4000, gamma * at.step[NAMES[plan.arm]], at.verify[gamma], [0] * 4, arm=plan.arm)
+    assert chosen[:2] == [0, 0] and chosen[2]
+
+
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 0.0])
 def test_seconds_that_no_clock_gives_change_no_account(seconds: float) -> None:
     _, plan = simulate(drawn(3), 50, 0)

@@ -220,6 +220,12 @@ def test_a_row_is_judged_as_it_is_alone(threads: int) -> None:
         assert [x.item() for x in alone] == [x[i].item() for x in together]
 
 
+def test_a_draft_that_is_impossible_is_refused_even_where_its_own_q_is_0() -> None:
+    p, drafted, one = torch.eye(8)[[1, 1]][None], torch.tensor([[3]]), torch.ones(1, dtype=torch.int64)
+    got = kernels.cpu_judge_sampled(p, torch.eye(8)[[2]][None], drafted, one, one, one, accept=2, own=0)
+    assert [x.tolist() for x in got] == [[0], [1]]
+
+
 def test_a_row_without_room_for_a_round_is_refused_and_nothing_is_written() -> None:
     state, before = states(2, 3, 11, 0)
     state.seq_len[1] = HISTORY - 4
