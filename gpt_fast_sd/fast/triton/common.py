@@ -108,7 +108,7 @@ def row_limits(p_pos, o_t, m_r, n_keys, stride_t):
 def widen(b_x, dtype: tl.constexpr, ROWS: tl.constexpr = 0):
     """Entries of the cache in the dtype of the queries, which holds them exactly. ROWS: of the product's tile."""
     # As impure the assembler stays where entries arrive, before they are laid out for products. Else keys are read from
-    # shared memory by twos and values one by one: 870 instead of 673 instructions per block of 64 keys. Where products
+    # shared memory by twos and values one by one: 913 instead of 673 instructions per block of 64 keys. Where products
     # of 64 rows and more go to tensor memory (sm_100 to sm_110) Triton builds no loop with an impure part, which it
     # cannot predicate, and a pure one is as short.
     PURE: tl.constexpr = ROWS >= 64 and cuda_capability_geq(10) and not cuda_capability_geq(12)

@@ -70,7 +70,7 @@ class Config(NamedTuple):
 # are 16 KiB, keys and values 32 KiB. By Little's law an SM needs 36 KB in flight for
 # 4.8 TB/s (H200: 132 SMs, 1 us), 19 KB for 2 TB/s (A100: 108 SMs). The aim is two thread blocks per SM, one to compute
 # while the other waits at a barrier; shared memory then allows 113 KiB each on Hopper, 81 on Ampere. 64 rows of 128
-# dims take 112, and with mass half a KiB more, through which the sums of pages are stored: a whole KiB would be exactly
+# dims take 112, with mass a quarter KiB more, through which the sums of pages are stored: a whole KiB would be exactly
 # the limit, and on sm_100 past it. If eight warps take a tile, two groups of four wait for each other's products, and
 # the registers of an SM hold only one such block. On SMs of 100 KiB (sm_86, 89, 120) one block is enough: it has 32 KiB
 # and more in flight, and 1 TB/s over 128 SMs needs 8.

@@ -41,7 +41,7 @@ class Config(NamedTuple):
 # (family, bytes of a number, padded head dim) -> entries of a block, stages, blocks per SM with 16, 32 and 64 rows. The
 # entries of a block must not depend on the rows of a tile: the order of sums follows from them.
 #
-# Estimated. On an H200, 16 rows of bf16 heads of 128, the fastest of 60 ways took 34 us for 1,024 entries where this
+# Estimated. On an H200, 16 rows of bf16 heads of 128, the fastest of 56 ways took 34 us for 1,024 entries where this
 # one takes 37, and 23 for 512 where it takes 27; for one row and four, of 16 ways, up to 12 % less. Entries wait for
 # their list, so with s stages (s - 1) // 2 blocks of keys and values
 # are in flight while a program computes: 64 entries of 128 bf16 are 32 KiB, keys and values. Hopper takes two of them,
@@ -71,7 +71,7 @@ def chunk_for(n_entries: int) -> int:
     """Entries that one program reads: a function of nothing else, so sums are fixed.
 
     Few entries are one chunk, which needs no merge: a second launch costs more than leaving half of a GPU's bandwidth
-    unused for so little. Eight kv heads in eight slots and 512 entries give 320 programs, more than two per SM.
+    unused for so little. Eight kv heads in eight slots, 512 listed entries and their window give 320, two per SM.
     """
     if n_entries <= ONE_CHUNK:
         return ONE_CHUNK

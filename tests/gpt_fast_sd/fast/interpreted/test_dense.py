@@ -9,6 +9,7 @@ Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv head
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -142,6 +143,19 @@ def test_positions_and_queries_may_have_any_strides() -> None:
     case.pos = torch.stack([case.pos, case.pos * 0], -1)[..., 0]
     case.q = case.q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
     assert not case.pos.is_contiguous() and case.attend().equal(got)
+
+
+@in_every_way
+def test_rows_may_lie_further_apart_than_32_bits_say(way: str) -> None:
+    """The last begins 2**31 numbers behind the first, and what lies as many before that is 0."""
+    case = Case([60, 99, 130], n_tokens=5, dtype=BF16, held=INT8)
+    memory = torch.from_numpy(np.zeros(2**32 + 2**20, np.int8))  # what is not touched takes no memory
+    for name, begin in (("k", 0), ("v", 2**19)):
+        near = getattr(case, name)
+        far = memory[begin + 2**31 :].as_strided(near.shape, (2**30, *near.stride()[1:]))
+        setattr(case, name, far.copy_(near))
+    check(case)
+    torch.testing.assert_close(case.mass(16), case.expected_mass(16), rtol=MASS_NEAR[BF16], atol=1e-5)
 
 
 @in_every_way
