@@ -189,12 +189,8 @@ def ending() -> tuple[BatchState, torch.Tensor, torch.Tensor, AcceptResult]:
     state.active[:4] = state.stop_on_eos[:4] = True
     state.remaining[:4] = torch.tensor([9, 9, 2, 4])
     drafted = torch.tensor([[1, 6, 2], *[[1, 2, 3]] * 3, [6] * 3])
-    return (
-        state,
-        drafted,
-        torch.tensor([3] * 5),
-        AcceptResult(torch.tensor([2, 3, 2, 3, 1]), torch.tensor([5, 6, 5, 5, 5])),
-    )
+    accepted = AcceptResult(torch.tensor([2, 3, 2, 3, 1]), torch.tensor([5, 6, 5, 5, 5]))
+    return state, drafted, torch.tensor([3] * 5), accepted
 
 
 @settings(max_examples=100, deadline=None)
