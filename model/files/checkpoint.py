@@ -1,4 +1,4 @@
-"""A Hugging Face folder, a hub id or a GGUF file -> a Transformer, and a folder back.
+"""A Hugging Face folder or a GGUF file -> a Transformer, and a folder back.
 
 The model is built on the meta device; each stored tensor is then read once, some megabytes at a time, into its place
 in our fused layout, so the peak is the model and those. Every failure is a CheckpointError: one sentence that names the
@@ -7,11 +7,9 @@ file.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import pickle
-import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +28,6 @@ from .pickled import describe_tensors, span
 from .reading import (
     CheckpointError,
     OpenFile,
-    at_home,
     first_line,
     is_gguf,
     parse_json,
@@ -43,60 +40,6 @@ if TYPE_CHECKING:
     from .gguf import Header
 
 # ---- folders -------------------------------------------------------------------------------------------------------
-
-_SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "tokenizer*", "special_tokens_map.json"]
-_SMALL_FILES += ["added_tokens.json", "chat_template*"]
-
-
-HUB_ID = r"\w[\w.-]*/[\w.-]+"
-
-
-def resolve_model(name: str | Path) -> Path:
-    """Where the model is: a local folder or GGUF file, or the snapshot of a hub id, downloaded unless it is cached."""
-    folder = at_home(Path(name))
-    if is_gguf(folder):
-        if not folder.is_file():
-            raise CheckpointError(f"there is no file {folder}")
-        return folder
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            named = next(iter(sorted(folder.glob("*.gguf"))), None)
-            instead = f"; did you mean {named}?" if named else ""
-            raise CheckpointError(f"{folder} is not a model folder: it has no config.json{instead}")
-        return folder
-    if folder.exists():
-        raise CheckpointError(
-            f"{folder} is a file; a model is a folder with config.json and weights, or a file whose name ends in .gguf"
-        )
-    if not re.fullmatch(HUB_ID, str(name)):
-        raise CheckpointError(f"no folder {folder}, and {str(name)!r} is not a hub id of the form owner/name")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise CheckpointError(
-            f'no folder {folder}; to download it as a hub id, first run: pip install "gpt_fast_sd[hf]"'
-        ) from None
-    try:
-        folder = Path(snapshot_download(str(name), allow_patterns=[*_SMALL_FILES, "model*.safetensors"]))
-        if not any(folder.glob("model*.safetensors")):
-            snapshot_download(str(name), allow_patterns=["pytorch_model*.bin"])
-    except Exception as error:  # the network and the hub fail in ways we cannot list
-        raise CheckpointError(f"no folder {Path(name)}, and the hub did not provide it: {first_line(error)}") from error
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{name} on the hub is not a model that can be read: it has no config.json")
-    return folder
-
-
-def find_downloaded(name: str) -> Path | None:
-    """The snapshot of a hub id that `resolve_model` would read, None if there is none yet or the name is another."""
-    if at_home(Path(name)).exists() or not re.fullmatch(HUB_ID, name):
-        return None
-    with contextlib.suppress(ImportError, ValueError):
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(name, "config.json")
-        return Path(found).parent if isinstance(found, str) else None
-    return None
 
 
 def read_config(folder: Path) -> ModelConfig:
