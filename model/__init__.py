@@ -11,15 +11,14 @@ from .cache import FORMATS, KV, SPLIT, CacheFormat, CacheLayer, CausalSelf, Entr
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
 from .files.checkpoint import (
     Weights,
-    find_downloaded,
     load_model,
     name_table,
     read_config,
     read_stored_dtype,
     read_stored_float8,
-    resolve_model,
     save_hugging_face,
 )
+from .files.hub import find_downloaded, resolve_model
 from .files.reading import CheckpointError, gguf_parts, parse_json, read_json
 from .files.tokenizer import StreamDecoder, Tokenizer, difference, load_tokenizer
 from .llama import Attention, Block, FeedForward, RMSNorm, Transformer

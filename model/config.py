@@ -174,12 +174,10 @@ class ModelConfig:
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> ModelConfig:
-        raw = fields.raw
-        names = raw.get("architectures") or []
-        if not isinstance(names, list) or len(names) != 1 or names[0] not in list(_FAMILIES):
-            fields.refuse("architectures", f"one of {', '.join(_FAMILIES)}")
-        family = names[0]
-        fields.only("hidden_act", "silu")
+        family = fields.family()
+        raw = _LEFT_OUT[family] | dict(fields.raw)
+        fields = Fields(raw)
+        fields.only("hidden_act", "silu" if raw.get("hidden_act") != "swish" else "swish")  # two names of one function
         fields.only("mlp_bias", False)
         if family != "Qwen2ForCausalLM":  # Qwen2 has biases on q, k and v whatever this field says
             fields.only("attention_bias", False)
@@ -199,7 +197,7 @@ class ModelConfig:
             fields.refuse("hidden_size", f"a multiple of num_attention_heads ({n_heads}) if head_dim is not given")
         else:
             head_dim = dim // n_heads
-        counted = "num_key_value_heads" in raw or family != "LlamaForCausalLM"  # the first Llama files do not have it
+        counted = raw.get("num_key_value_heads") is not None  # the first Llama files do not have it
         theta, scaling = fields.rope()
         stated = fields.whole("max_position_embeddings")
         return cls(
@@ -282,6 +280,17 @@ _FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+# family -> what transformers takes where its config.json leaves a field out. Its own sizes are not taken: no file means
+# them; and tokens that begin and end a text are the tokenizer's then.
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    family: {"rms_norm_eps": 1e-6, "max_position_embeddings": positions, **more}
+    for family, positions, more in (
+        ("LlamaForCausalLM", 2048, {}),
+        ("MistralForCausalLM", 131072, {"num_key_value_heads": 8, "sliding_window": 4096}),
+        ("Qwen2ForCausalLM", 32768, {"num_key_value_heads": 32}),
+        ("Qwen3ForCausalLM", 32768, {"num_key_value_heads": 32, "head_dim": 128}),
+    )
+}
 _FAMILY_OF = {  # (qkv_bias, qk_norm, sliding window)
     (False, False, False): "LlamaForCausalLM",
     (False, False, True): "MistralForCausalLM",
@@ -348,10 +357,17 @@ class Fields:
             self.refuse(name, "true or false")
         return value
 
+    def family(self) -> str:
+        """The architecture; where a file names none, that of its model_type."""
+        known = {kind: family for family, kind in _FAMILIES.items()}
+        kind = self.raw.get("model_type")
+        names = self.raw.get("architectures") or [known.get(kind) if isinstance(kind, str) else None]
+        if not isinstance(names, list) or len(names) != 1 or names[0] not in list(_FAMILIES):
+            self.refuse("architectures", f"one of {', '.join(_FAMILIES)}")
+        return str(names[0])
+
     def window(self) -> int | None:
         """The sliding window, None if there is none."""
-        if "sliding_window" not in self.raw:
-            return 4096  # what Mistral's format means if it is absent
         return None if self.raw["sliding_window"] is None else self.whole("sliding_window")
 
     def windowless(self) -> bool:

@@ -34,7 +34,7 @@ from measuring.grid import known_drafters
 Config = TypeVar("Config", EngineConfig, DraftConfig, SamplingParams)
 Parser = argparse.ArgumentParser | argparse._ArgumentGroup
 Change = Mapping[str, Any] | None  # arguments of argparse's add_argument that are a program's own, see add_flags
-MODELS = "'smollm2', 'bundled', a model folder, a GGUF file or a hub id"
+MODELS = "'smollm2', 'bundled', a model folder, a GGUF file or a hub id (of GGUF files: owner/name:Q4_K_M)"
 CHAT = "wrap each text in the model's chat template as a user message"
 FIELDS = "fields of a row that make its prompt (default: those of its form, see scripts/inputs/sources.py)"
 PROMPTS = "a JSON object per line, or a file of a published form (json, jsonl, parquet), or hf:NAME[:CONFIG][:SPLIT]"

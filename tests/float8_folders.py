@@ -42,6 +42,23 @@ def compressed_tensors(strategy: str = "channel", **changes: Any) -> dict[str, A
     } | changes  # fmt: skip
 
 
+def by_block(weight: Tensor) -> Tensor:
+    """[O / 16, I / 24], rounded up: of blocks that end inside heads, the last ones smaller."""
+    height, width = -(-weight.shape[0] // 16), -(-weight.shape[1] // 24)
+    blocks = [[part.float().abs().amax() for part in rows.split(24, 1)] for rows in weight.split(16)]
+    return torch.tensor(blocks).view(height, width) / 448
+
+
+def spread(scale: Tensor, weight: Tensor, said: Mapping[str, Any]) -> Tensor:
+    """The scale of each number of a weight, [O, I], or what broadcasts to it."""
+    if "weight_block_size" not in said:
+        return scale.float()
+    height, width = said["weight_block_size"]
+    whole = scale.float().repeat_interleave(height, 0).repeat_interleave(width, 1)
+    return whole[: weight.shape[0], : weight.shape[1]]
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [16, 24]}
 FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
 
 # kind -> what config.json says, and how weights are scaled
@@ -52,6 +69,8 @@ READ: Mapping[str, tuple[dict[str, Any], Scaled]] = {
     "tensor without dims": (compressed_tensors("tensor"), lambda weight: by_tensor(weight)[0]),
     "preset": (compressed_tensors(config_groups={"FP8_DYNAMIC": ["Linear"]}), by_channel),
     "fbgemm_fp8": (FBGEMM, by_channel),
+    "blocks": (BLOCKS, by_block),
+    "blocks in bf16": (BLOCKS, lambda weight: by_block(weight).bfloat16()),
 }
 
 
@@ -69,7 +88,9 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"quant_method": "torchao", "quant_type": {"default": {}}}, "torchao"),
     ({"quant_method": "mxfp4", "modules_to_not_convert": []}, "mxfp4"),
     ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt"),
-    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, r"fp8, in blocks of \[128, 128\]"),
+    (BLOCKS | {"weight_block_size": [0, 128]}, r"fp8, in blocks of \[0, 128\]"),
+    (BLOCKS | {"weight_block_size": [128, True]}, r"fp8, in blocks of \[128, True\]"),
+    (BLOCKS | {"fmt": "e5m2"}, r"fp8, in blocks of \[16, 24\]"),
     ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8"),
     (compressed_tensors(format="pack-quantized", config_groups=_group(type="int", num_bits=4, strategy="group")),
      "compressed-tensors pack-quantized, 4 bits"),
@@ -101,9 +122,10 @@ def save_float8(
         if not name.endswith("_proj.weight") or any(part in name for part in plain):
             continue
         scale = scaled(weight)
-        stored[name] = (weight.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
-        stored[f"{name}_scale"] = scale
-        meant[name] = stored[name].float() * scale.float()
+        each = spread(scale, weight, said)
+        stored[name] = (weight.float() / each).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale{'_inv' if 'weight_block_size' in said else ''}"] = scale
+        meant[name] = stored[name].float() * each
     save_file(stored | dict(extra or {}), folder / "model.safetensors")
     describe(folder, said | changes)
     return meant

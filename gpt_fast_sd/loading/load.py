@@ -120,9 +120,11 @@ def as_stored(folder: Path, config: EngineConfig, dtype: torch.dtype, device: to
             stacklevel=5,
         )
     why = f": --quantize {config.quantize}" if config.quantize else ""
-    if config.quantize == "float8":  # whatever is not is quantized
+    if stored.block:
+        why += ": a scale is that of a block, and those of layers are of outputs"
+    elif config.quantize == "float8":  # whatever is not is quantized
         return config
-    if config.quantize is None and stored.other:
+    elif config.quantize is None and stored.other:
         why = f": {stored.other} is not, and all layers run at one precision (--quantize float8 makes it so)"
     elif config.quantize is None:
         try:

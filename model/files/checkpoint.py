@@ -1,4 +1,4 @@
-"""A Hugging Face folder, a hub id or a GGUF file -> a Transformer, and a folder back.
+"""A Hugging Face folder or a GGUF file -> a Transformer, and a folder back.
 
 The model is built on the meta device; each stored tensor is then read once, some megabytes at a time, into its place
 in our fused layout, so the peak is the model and those. Every failure is a CheckpointError: one sentence that names the
@@ -7,11 +7,9 @@ file.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import pickle
-import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -25,12 +23,20 @@ from torch import Tensor, nn
 from ..config import ModelConfig, stored_dtype, token_ids
 from ..llama import Transformer
 from ..rope import rope_frequencies
-from .float8 import FLOAT8, has_float8_cache, is_packed, is_stored_in_float8, is_unused, scale_shapes
+from .float8 import (
+    FLOAT8,
+    block_of,
+    has_float8_cache,
+    is_packed,
+    is_stored_in_float8,
+    is_unused,
+    scale_name,
+    scale_shapes,
+)
 from .pickled import describe_tensors, span
 from .reading import (
     CheckpointError,
     OpenFile,
-    at_home,
     first_line,
     is_gguf,
     parse_json,
@@ -43,60 +49,6 @@ if TYPE_CHECKING:
     from .gguf import Header
 
 # ---- folders -------------------------------------------------------------------------------------------------------
-
-_SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "tokenizer*", "special_tokens_map.json"]
-_SMALL_FILES += ["added_tokens.json", "chat_template*"]
-
-
-HUB_ID = r"\w[\w.-]*/[\w.-]+"
-
-
-def resolve_model(name: str | Path) -> Path:
-    """Where the model is: a local folder or GGUF file, or the snapshot of a hub id, downloaded unless it is cached."""
-    folder = at_home(Path(name))
-    if is_gguf(folder):
-        if not folder.is_file():
-            raise CheckpointError(f"there is no file {folder}")
-        return folder
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            named = next(iter(sorted(folder.glob("*.gguf"))), None)
-            instead = f"; did you mean {named}?" if named else ""
-            raise CheckpointError(f"{folder} is not a model folder: it has no config.json{instead}")
-        return folder
-    if folder.exists():
-        raise CheckpointError(
-            f"{folder} is a file; a model is a folder with config.json and weights, or a file whose name ends in .gguf"
-        )
-    if not re.fullmatch(HUB_ID, str(name)):
-        raise CheckpointError(f"no folder {folder}, and {str(name)!r} is not a hub id of the form owner/name")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise CheckpointError(
-            f'no folder {folder}; to download it as a hub id, first run: pip install "gpt_fast_sd[hf]"'
-        ) from None
-    try:
-        folder = Path(snapshot_download(str(name), allow_patterns=[*_SMALL_FILES, "model*.safetensors"]))
-        if not any(folder.glob("model*.safetensors")):
-            snapshot_download(str(name), allow_patterns=["pytorch_model*.bin"])
-    except Exception as error:  # the network and the hub fail in ways we cannot list
-        raise CheckpointError(f"no folder {Path(name)}, and the hub did not provide it: {first_line(error)}") from error
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{name} on the hub is not a model that can be read: it has no config.json")
-    return folder
-
-
-def find_downloaded(name: str) -> Path | None:
-    """The snapshot of a hub id that `resolve_model` would read, None if there is none yet or the name is another."""
-    if at_home(Path(name)).exists() or not re.fullmatch(HUB_ID, name):
-        return None
-    with contextlib.suppress(ImportError, ValueError):
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(name, "config.json")
-        return Path(found).parent if isinstance(found, str) else None
-    return None
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -151,6 +103,7 @@ class StoredFloat8:
 
     cache: bool  # whether it wants a cache of few bits, too
     other: str | None  # the first weight of a layer that is not float8
+    block: tuple[int, int] | None = None  # that has a scale, rows and columns; None: an output has, or all of a weight
 
 
 def read_stored_float8(folder: Path) -> StoredFloat8 | None:
@@ -165,7 +118,8 @@ def read_stored_float8(folder: Path) -> StoredFloat8 | None:
         name for ours, layout in name_table(read_config(folder)).items() for name, *_ in layout
         if ours.startswith("layers.") and ours.endswith(MATRICES)
     ]  # fmt: skip
-    return StoredFloat8(has_float8_cache(raw), next((name for name in matrices if not weights.is_float8(name)), None))
+    other = next((name for name in matrices if not weights.is_float8(name)), None)
+    return StoredFloat8(has_float8_cache(raw), other, weights.block)
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
@@ -363,7 +317,8 @@ class Weights:
         self.called: Callable[[str], str] = str  # Hugging Face's name -> the file's
         described = folder / "config.json"
         # whether there may be float8 with scales: names alone would not say what these multiply
-        self.scaled = described.is_file() and is_stored_in_float8(read_json(described))
+        raw = read_json(described) if described.is_file() else {}
+        self.scaled, self.block = is_stored_in_float8(raw), block_of(raw)
         self._gguf: Header | None = None
         self._file: dict[str, tuple[Path, StoredTensors]] = {}
         if is_gguf(folder):
@@ -405,11 +360,11 @@ class Weights:
         return self.called(name) in self._file
 
     def is_float8(self, name: str) -> bool:
-        """Whether a stored tensor is float8 with a scale of its own."""
+        """Whether a stored tensor is float8 with scales of its own."""
         return self._is_float8(self.called(name))
 
     def _is_float8(self, name: str) -> bool:
-        if not self.scaled or not {name, f"{name}_scale"} <= self._file.keys():
+        if not self.scaled or not {name, scale_name(name, self.block)} <= self._file.keys():
             return False
         shape, dtype = self._file[name][1].describe(name)
         return dtype == FLOAT8 and len(shape) == 2
@@ -423,13 +378,14 @@ class Weights:
 
         Tensors that are float8 have their scales beside them; what concerns activations or a cache is not read.
         """
-        packed = next((name for name in self._file if is_packed(name)), None)
+        asked = {self.called(name): shape for name, shape in shapes.items()}
+        scales = {scale_name(name, self.block) for name in asked if self._is_float8(name)}
+        packed = next((name for name in self._file if is_packed(name) and name not in scales), None)
         if packed is not None and not is_gguf(self.folder):
             raise CheckpointError(
                 f"{self._file[packed][0]}: {readable_name(packed)} is a part of a quantized weight, of a kind that is "
                 "not read; load the unquantized checkpoint and pass quantize"
             )
-        asked = {self.called(name): shape for name, shape in shapes.items()}
         for name, shape in asked.items():
             if name not in self._file:
                 raise CheckpointError(
@@ -442,12 +398,11 @@ class Weights:
                     f"{path}: {name} has shape {list(stored)}, but {self.header} asks for {list(shape)}"
                 )
             if self._is_float8(name):
-                self._check_scale(f"{name}_scale", shape[0])
+                self._check_scale(scale_name(name, self.block), shape)
             elif dtype not in file.readable:
                 raise CheckpointError(
                     f"{path}: {name} is stored as {dtype}, but only {', '.join(file.readable)} can be read"
                 )
-        scales = {f"{name}_scale" for name in asked if self._is_float8(name)}
         extra = [
             n for n in self._file
             if n not in asked and n not in scales and not n.endswith("rotary_emb.inv_freq")
@@ -458,17 +413,18 @@ class Weights:
             first = readable_name(extra[0])
             raise CheckpointError(f"{self._file[extra[0]][0]}: {self.header}'s model has no place for {first}{more}")
 
-    def _check_scale(self, name: str, n_out: int) -> None:
+    def _check_scale(self, name: str, weight: tuple[int, ...]) -> None:
         path, file = self._file[name]
         shape, dtype = file.describe(name)
-        if shape not in scale_shapes(n_out) or dtype not in file.readable:
+        allowed = scale_shapes(weight, self.block)
+        if shape not in allowed or dtype not in file.readable:
             raise CheckpointError(
-                f"{path}: {name} is {dtype} of shape {list(shape)}, but the scales of {n_out} outputs are floats of "
-                f"shape {[n_out, 1]} or [1]"
+                f"{path}: {name} is {dtype} of shape {list(shape)}, but the scales of {weight[0]} outputs are floats "
+                f"of shape {' or '.join(str(list(one)) for one in allowed[:2])}"
             )
 
     def scales(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """What the numbers of rows of a float8 tensor stand for: fp32 [R]."""
+        """What the numbers of rows of a float8 tensor without blocks stand for: fp32 [R]."""
         n_rows, scale = len(range(*rows.indices(self._file[name][1].describe(name)[0][0]))), f"{name}_scale"
         alone = all(size == 1 for size in self._file[scale][1].describe(scale)[0])
         stored = self._read(scale, slice(None) if alone else rows, slice(None))
@@ -485,7 +441,21 @@ class Weights:
         Tensors that are stored in blocks, or in float8 with scales, are returned as fp32.
         """
         stored = self._read(self.called(name), rows, columns)
-        return stored.float().mul_(self.scales(name, rows)[:, None]) if self.is_float8(name) else stored
+        if not self.is_float8(name):
+            return stored
+        scales = self._block_scales(name, rows, columns) if self.block else self.scales(name, rows)[:, None]
+        return stored.float().mul_(scales)
+
+    def _block_scales(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """What the numbers of rows and columns of a float8 tensor in blocks stand for: fp32 [R, C]."""
+        assert self.block
+        read, places = [], []  # of both dims: the blocks that are touched, and each number's block among them
+        for part, size, length in zip((rows, columns), self.block, self._file[name][1].describe(name)[0], strict=True):
+            begin, end, _ = part.indices(length)
+            read.append(slice(begin // size, -(-end // size)))
+            places.append(torch.arange(begin, end) // size - begin // size)
+        held = self._read(scale_name(name, self.block), *read).float()
+        return held[places[0]][:, places[1]]
 
     def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
         path, file = self._file[name]
@@ -603,7 +573,7 @@ def load_model(
     settle: called with the model and the name of each parameter as soon as it is read; it may replace the parameter's
     module. keep: called instead for each weight of a layer that is stored in float8, with the model, its name, the
     weight as it is, float8 [O, I], and what its rows stand for, fp32 [O]; it replaces the parameter's module. Without
-    it such weights are dequantized.
+    it, or if scales are those of blocks, such weights are dequantized.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a float type, got {dtype}")
@@ -625,7 +595,8 @@ def load_model(
     for name, layout in name_table(laid_out, kv_copies).items():
         first_row, first_column = begins.get(name, (0, 0))
         place, _, kind = name.rpartition(".")
-        if keep and name.endswith(MATRICES) and all(weights.is_float8(stored) for stored, *_ in layout):
+        as_stored = keep if name.endswith(MATRICES) and not weights.block else None
+        if as_stored and all(weights.is_float8(stored) for stored, *_ in layout):
             shape = model.get_parameter(name).shape
             numbers = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
             scales = torch.empty(shape[0], dtype=torch.float32, device=device)
@@ -633,7 +604,7 @@ def load_model(
             weights.read_into(scales, layout, first_row, 0, lambda name, rows, _: weights.scales(name, rows))
             require_finite(numbers, layout, weights)
             require_finite(scales, layout, weights, "_scale")
-            keep(model, name, numbers, scales)
+            as_stored(model, name, numbers, scales)
             continue
         tensor = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
         stored, padding = tensor.tensor_split([max(0, n_rows[name] - first_row)])

@@ -1,8 +1,10 @@
 """Checkpoints whose weights are float8 (e4m3) with scales of their own: which are read, and why others are not.
 
-Two kinds are: compressed-tensors' "float-quantized" with one scale for each output ("channel") or for a whole weight
-("tensor"), and fbgemm_fp8, which has one for each output. Both store a weight [O, I] next to its `weight_scale`. How
-they would quantize activations is not taken over: the scales of inputs are ignored.
+Three kinds are: compressed-tensors' "float-quantized" with one scale for each output ("channel") or for a whole weight
+("tensor"), and fbgemm_fp8, which has one for each output. Both store a weight [O, I] next to its `weight_scale`. And
+fp8 in blocks, such as Qwen's of 128 x 128, has one for each, `weight_scale_inv` [O / 128, I / 128]; at the ends blocks
+may be smaller, and in spite of the name numbers are multiplied by it. How they would quantize activations is not taken
+over: the scales of inputs are ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from typing import Any
 
 FLOAT8 = "F8_E4M3"  # as safetensors spells it
 PRESETS = ("FP8", "FP8_DYNAMIC")  # of compressed-tensors, in place of a description
-READ = "compressed-tensors float-quantized with a scale for each channel or tensor, and fbgemm_fp8"
+READ = (
+    "compressed-tensors float-quantized with a scale for each channel or tensor, fbgemm_fp8, and fp8 (e4m3) in blocks"
+)
 # ends of names in which other kinds keep weights: integers that are packed, codes, tables of scales
 PACKED = (
     "qweight", "qzeros", "g_idx", "weight_packed", "weight_shape", "weight_zero_point", "weight_scale_inv",
@@ -30,7 +34,7 @@ def is_stored_in_float8(raw: Mapping[str, Any]) -> bool:
     if not isinstance(found, dict):
         raise ValueError(f"quantization_config must be an object, got {found!r:.80}")
     method = found.get("quant_method")
-    if method == "fbgemm_fp8" or (method == "compressed-tensors" and _is_float_quantized(found)):
+    if method == "fbgemm_fp8" or (method == "compressed-tensors" and _is_float_quantized(found)) or block_of(raw):
         return True
     bits = _bits(found)
     words = [str(word) for word in (method, found.get("format")) if word]
@@ -40,6 +44,15 @@ def is_stored_in_float8(raw: Mapping[str, Any]) -> bool:
         f"quantization_config is {name}{f', {bits} bits' if bits else ''}{blocks}, which is not read (only {READ}); "
         f"load the unquantized checkpoint and use quantize={'int4' if bits == 4 else 'int8'!r}"
     )
+
+
+def block_of(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of the blocks that have a scale each, where a config.json says float8 in blocks."""
+    match raw.get("quantization_config"):
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)], **rest}:
+            fits = type(rows) is type(columns) is int and rows > 0 < columns and rest.get("fmt", "e4m3") == "e4m3"
+            return (rows, columns) if fits else None
+    return None
 
 
 def has_float8_cache(raw: Mapping[str, Any]) -> bool:
@@ -58,9 +71,16 @@ def is_unused(name: str) -> bool:
     return name.rpartition(".")[2] in UNUSED
 
 
-def scale_shapes(n_out: int) -> tuple[tuple[int, ...], ...]:
-    """What shapes the scales of a weight with so many outputs may have."""
-    return (n_out, 1), (n_out,), (1,), ()
+def scale_name(name: str, block: tuple[int, int] | None) -> str:
+    """Where the scales of a weight of that name are."""
+    return f"{name}_scale_inv" if block else f"{name}_scale"
+
+
+def scale_shapes(shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple[tuple[int, ...], ...]:
+    """What shapes the scales of a weight [O, I] may have."""
+    if block:
+        return ((-(-shape[0] // block[0]), -(-shape[1] // block[1])),)
+    return (shape[0], 1), (1,), (shape[0],), ()
 
 
 def _is_float_quantized(found: Mapping[str, Any]) -> bool:

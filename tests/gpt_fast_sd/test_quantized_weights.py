@@ -345,6 +345,19 @@ def test_float8_that_does_not_run_is_dequantized_and_it_is_said_once(tmp_path: P
 
 
 @pytest.mark.usefixtures("as_on_cuda")
+def test_float8_in_blocks_is_dequantized_and_may_become_float8_with_a_scale_for_each_output(tmp_path: Path) -> None:
+    meant = save_float8(tmp_path, "blocks", config=WHOLE)
+    for asked in (None, "float8"):
+        with pytest.warns(
+            UserWarning, match=r"dequantized .*: a scale is that of a block, and those of layers are of ou"
+        ):
+            loaded = loaded_from(tmp_path, quantize=asked)
+        assert {precision_of(m) for m in linears_of(loaded.model.layers)} == {asked}
+    plain = load_model(tmp_path).layers[1].feed_forward.w_out.weight
+    assert plain.equal(meant["model.layers.1.mlp.down_proj.weight"].bfloat16())
+
+
+@pytest.mark.usefixtures("as_on_cuda")
 def test_layers_that_a_checkpoint_leaves_alone_let_all_run_at_one_precision(tmp_path: Path) -> None:
     """Steps are compiled for one layer, so layers do not differ in kind."""
     save_float8(tmp_path, config=WHOLE, plain=("lm_head", "layers.1.mlp.down_proj"))

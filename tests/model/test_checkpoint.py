@@ -442,7 +442,7 @@ def test_a_folder_without_weights_or_config_and_a_file_are_no_models(tmp_path: P
 def test_a_local_folder_is_found_before_the_hub_or_what_is_missing_is_said(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for name in ("no-such-folder", "./no/such", "/no/such/folder", "a/b/c"):
-        with pytest.raises(CheckpointError, match=r"no folder .* is not a hub id of the form owner/name"):
+        with pytest.raises(CheckpointError, match=r"no folder .* is not a hub id of the form owner/name or own"):
             models.resolve_model(name)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r'no folder owner/name; .* pip install "gpt_fast_sd\[hf\]"'):
@@ -469,6 +469,75 @@ def test_the_hub_gives_pickles_only_without_safetensors_or_one_sentence(tmp_path
     assert "pytorch_model*.bin" in asked
     with pytest.raises(CheckpointError, match=r"^no folder owner/none, and the hub did not provide it: no network$"):
         models.resolve_model("owner/none")
+
+
+GGUF_FILES = [
+    "README.md", "m.Q4_K_M.gguf", "m-Q4_K.gguf", "m-IQ4_XS.gguf", "m_q8_0.gguf", "config.json", "m-F16.GGUF",
+    "big/m-Q6_K-00001-of-00002.gguf", "big/m-Q6_K-00002-of-00002.gguf", "m-Q5_K_XL.gguf", "m-UD-Q5_K_XL.gguf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("Q4_K_M", "m.Q4_K_M.gguf"), ("q4_k_m", "m.Q4_K_M.gguf"), ("Q4_K", "m-Q4_K.gguf"), ("Q8_0", "m_q8_0.gguf"),
+        ("f16", "m-F16.GGUF"), ("Q6_K", "big/m-Q6_K-00001-of-00002.gguf"), ("IQ4_XS", "m-IQ4_XS.gguf"),
+        ("UD-Q5_K_XL", "m-UD-Q5_K_XL.gguf"), ("m-Q5_K_XL", "m-Q5_K_XL.gguf"),
+    ],
+)  # fmt: skip
+def test_a_quantization_behind_the_colon_names_a_gguf_file_of_the_hub_or_its_cache(
+    asked: str, found: str, cached: bool, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    fetched: list[str] = []
+    hub = fake_hub(tmp_path, None if cached else fetched)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert models.resolve_model(f"owner/name:{asked}") == tmp_path / found
+    both = [found, found.replace("00001-of", "00002-of")]
+    assert fetched == ([] if cached else both if "00001" in found else [found])
+    assert models.find_downloaded(f"owner/name:{asked}") == tmp_path / found
+    assert models.find_downloaded("owner/name:Q2_K") is None
+
+
+def fake_hub(folder: Path, fetched: list[str] | None) -> SimpleNamespace:
+    """A hub whose repository is this folder, and notes what is downloaded; None: out of reach, but all is cached."""
+
+    def listed(repository: str) -> list[str]:
+        if fetched is None:
+            raise OSError("no network\nand more lines")
+        return GGUF_FILES
+
+    def download(repository: str, file: str) -> str:
+        assert fetched is not None and repository == "owner/name"
+        fetched.append(file)
+        return str(folder / file)
+
+    (folder / "big").mkdir(exist_ok=True)
+    for file in GGUF_FILES:
+        (folder / file).touch()
+    return SimpleNamespace(
+        list_repo_files=listed, hf_hub_download=download, snapshot_download=lambda *_, **__: str(folder)
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("Q2_K", r"^owner/name has no GGUF model of Q2_K; it has m-Q6_K, m-F16, m-IQ4_XS, m-Q4_K, .*, m_q8_0$"),
+        ("K_M", r"^owner/name has no GGUF model of K_M; it has "),
+        ("Q4_XS", r"^owner/name has no GGUF model of Q4_XS; it has "),
+        ("Q5_K_XL", r"^owner/name has several GGUF models of Q5_K_XL: m-Q5_K_XL, m-UD-Q5_K_XL; put one of these names"),
+    ],
+)
+def test_a_quantization_that_is_no_one_file_is_refused_with_those_there_are(
+    asked: str, says: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake_hub(tmp_path, []))
+    with pytest.raises(CheckpointError, match=says):
+        models.resolve_model(f"owner/name:{asked}")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake_hub(tmp_path, None))
+    with pytest.raises(CheckpointError, match=r"^no folder owner/name:\S+, and the hub did not provide it: no netw"):
+        models.resolve_model(f"owner/name:{asked}")
 
 
 # ---- in float8 -------------------------------------------------------------------------------------------------------
@@ -502,7 +571,7 @@ def test_weights_in_float8_are_dequantized_row_by_row_or_kept_with_a_scale_for_e
             assert parameter.dtype == dtype
             assert parameter.equal(torch.cat(rows_of(model, meant, name)).to(dtype)), name
     model = load_model(tmp_path, dtype=torch.bfloat16, keep=keep)
-    assert len(keep.kept) == 4 * 2
+    assert len(keep.kept) == (0 if "blocks" in kind else 4 * 2)
     for name, (numbers, scales) in keep.kept.items():
         assert numbers.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
         assert (numbers.float() * scales[:, None]).equal(torch.cat(rows_of(model, meant, name))), name
@@ -586,9 +655,15 @@ def test_packed_weights_are_refused_whatever_config_json_says(name: str, tmp_pat
         (f"{Q}_scale", torch.ones(32, 1, dtype=torch.int32), "_scale is I32 of shape [32, 1], but the scales of 32"),
         (f"{Q}_scale", None, "q_proj.weight is stored as F8_E4M3, but only F64, F32, F16, BF16 can be read"),
         ("model.norm.weight_scale", torch.ones(1), "model has no place for model.norm.weight_scale"),
+        (
+            f"{Q}_scale_inv",
+            torch.ones(2, 3),
+            "is F32 of shape [2, 3], but the scales of 32 outputs are floats of shape [2, 2]",
+        ),
+        (f"{Q}_scale_inv", None, "q_proj.weight is stored as F8_E4M3, but only F64, F32, F16, BF16 can be read"),
     ],
 )
 def test_scales_that_belong_to_no_weight_are_named(name: str, tensor: Tensor | None, said: str, tmp_path: Path) -> None:
-    save_float8(tmp_path, config=tiny_config())
+    save_float8(tmp_path, "blocks" if name.endswith("_inv") else "channel")
     change(tmp_path, lambda tensors: tensors.pop(name) if tensor is None else tensors.update({name: tensor}))
     assert said in refusal(tmp_path)

@@ -62,8 +62,33 @@ def test_left_out_fields_mean_what_each_format_says() -> None:
     config = ModelConfig.from_hugging_face(llama, "c")
     assert (config.head_dim, config.n_kv_heads, config.rope_theta) == (16, 4, 10000.0)
     assert (config.bos_id, config.eos_ids, config.tie_embeddings, config.sliding_window) == (None, (), False, None)
-    assert ModelConfig.from_hugging_face(MISTRAL, "c").sliding_window == 4096
     assert ModelConfig.from_hugging_face(MISTRAL | {"sliding_window": None}, "c").sliding_window is None
+
+
+LEAVABLE = {
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 256, "num_key_value_heads": 2, "head_dim": 4, "rope_theta": 5e5,
+    "tie_word_embeddings": True, "sliding_window": 64, "hidden_act": "swish",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("left_out", [*LEAVABLE, "all"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_field_that_is_left_out_means_what_transformers_takes(kind: str, left_out: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "num_attention_heads": 64, "bos_token_id": None, "eos_token_id": None}
+    whole = LLAMA | sizes | LEAVABLE | {"model_type": kind}
+    raw = {k: v for k, v in whole.items() if k not in (LEAVABLE if left_out == "all" else [left_out, "architectures"])}
+    if left_out == "all":
+        raw["architectures"] = None
+    theirs = transformers.AutoConfig.for_model(**raw).to_dict() | {"architectures": None}
+    assert "rope_parameters" in theirs and {*LEAVABLE} - {"head_dim", "rope_theta", "sliding_window"} <= {*theirs}
+    assert ModelConfig.from_hugging_face(raw, "c") == ModelConfig.from_hugging_face(theirs, "c")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_no_number_of_kv_heads_is_that_of_the_heads(family: str) -> None:
+    raw = QWEN3 | {"architectures": [f"{family}ForCausalLM"], "num_key_value_heads": None}
+    assert ModelConfig.from_hugging_face(raw, "c").n_kv_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -100,10 +125,8 @@ def test_left_out_fields_mean_what_each_format_says() -> None:
         (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         (LLAMA | {"eos_token_id": [1, "2"]}, "eos_token_id is [1, '2']"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
-        *(
-            ({k: v for k, v in QWEN3.items() if k != name}, f"{name} is missing")
-            for name in ("head_dim", "num_key_value_heads")
-        ),
+        (QWEN3 | {"head_dim": None}, "head_dim is None"),
+        ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "hidden_size is missing"),
     ],
 )
 def test_what_cannot_be_read_exactly_is_refused_by_name(raw: dict[str, Any], says: str) -> None:

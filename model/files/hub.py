@@ -1,0 +1,129 @@
+"""Where a model is: a local folder or GGUF file, or what the hub has under a name, downloaded or cached before."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .reading import CheckpointError, at_home, first_line, is_gguf, readable_name
+
+HUB_ID = r"\w[\w.-]*/[\w.-]+"
+QUANTIZATION = r"[\w.-]+"  # of a GGUF file in a repository, as llama.cpp and Ollama write it: owner/name:Q4_K_M
+MOST_NAMED = 20  # files in a sentence
+
+_SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "tokenizer*", "special_tokens_map.json"]
+_SMALL_FILES += ["added_tokens.json", "chat_template*"]
+_PART = re.compile(r"(.*)-\d{5}-of-\d{5}")
+
+
+def resolve_model(name: str | Path) -> Path:
+    """Where the model is: a local folder or GGUF file, or what the hub has of that id, downloaded unless it is cached.
+
+    The id of a repository is its folder; with a colon and a quantization, one of its GGUF files.
+    """
+    folder = at_home(Path(name))
+    if is_gguf(folder):
+        if not folder.is_file():
+            raise CheckpointError(f"there is no file {folder}")
+        return folder
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            named = next(iter(sorted(folder.glob("*.gguf"))), None)
+            instead = f"; did you mean {named}?" if named else ""
+            raise CheckpointError(f"{folder} is not a model folder: it has no config.json{instead}")
+        return folder
+    if folder.exists():
+        raise CheckpointError(
+            f"{folder} is a file; a model is a folder with config.json and weights, or a file whose name ends in .gguf"
+        )
+    asked = re.fullmatch(f"({HUB_ID})(?::({QUANTIZATION}))?", str(name))
+    if asked is None:
+        raise CheckpointError(
+            f"no folder {folder}, and {str(name)!r} is not a hub id of the form owner/name or owner/name:Q4_K_M"
+        )
+    try:
+        import huggingface_hub as hub
+    except ImportError:
+        raise CheckpointError(
+            f'no folder {folder}; to download it as a hub id, first run: pip install "gpt_fast_sd[hf]"'
+        ) from None
+    try:
+        if asked[2]:
+            return _gguf_of(hub, asked[1], asked[2])
+        folder = Path(hub.snapshot_download(str(name), allow_patterns=[*_SMALL_FILES, "model*.safetensors"]))
+        if not any(folder.glob("model*.safetensors")):
+            hub.snapshot_download(str(name), allow_patterns=["pytorch_model*.bin"])
+    except CheckpointError:
+        raise
+    except Exception as error:  # the network and the hub fail in ways we cannot list
+        raise CheckpointError(f"no folder {Path(name)}, and the hub did not provide it: {first_line(error)}") from error
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{name} on the hub is not a model that can be read: it has no config.json (for one of its GGUF files, if "
+            f"it has such, append the quantization, as in {name}:Q4_K_M)"
+        )
+    return folder
+
+
+def find_downloaded(name: str) -> Path | None:
+    """What `resolve_model` would read of a hub id, None if it is not there yet or the name is another."""
+    asked = re.fullmatch(f"({HUB_ID})(?::({QUANTIZATION}))?", name)
+    if at_home(Path(name)).exists() or asked is None:
+        return None
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import huggingface_hub as hub
+
+        if asked[2]:
+            return _cached_gguf(hub, asked[1], asked[2])
+        found = hub.try_to_load_from_cache(name, "config.json")
+        return Path(found).parent if isinstance(found, str) else None
+    return None
+
+
+def _gguf_of(hub: Any, repository: str, quantization: str) -> Path:
+    """The GGUF file of that quantization, or the first of its parts; without a network, the cache is looked through."""
+    try:
+        files = hub.list_repo_files(repository)
+    except Exception as error:
+        with contextlib.suppress(OSError, ValueError):
+            return _cached_gguf(hub, repository, quantization)
+        raise error
+    parts = [hub.hf_hub_download(repository, file) for file in choose(repository, quantization, files)]
+    return Path(parts[0])
+
+
+def _cached_gguf(hub: Any, repository: str, quantization: str) -> Path:
+    folder = Path(hub.snapshot_download(repository, allow_patterns=[], local_files_only=True))
+    files = [str(file.relative_to(folder).as_posix()) for file in folder.rglob("*") if file.is_file()]
+    return folder / choose(repository, quantization, files)[0]
+
+
+def choose(repository: str, quantization: str, files: Iterable[str]) -> list[str]:
+    """The parts of the one GGUF model among a repository's files whose name has this word, in any case.
+
+    "Q4_K" is no word of "Q4_K_M", nor "Q4_XS" of "IQ4_XS".
+    """
+    models: dict[str, list[str]] = {}
+    for file in sorted(files):
+        stem, dot, ending = file.rpartition(".")
+        if dot and ending.lower() == "gguf":
+            part = _PART.fullmatch(stem)
+            models.setdefault(part[1] if part else stem, []).append(file)
+    begins = r"(?:(?<![^\W])|(?<=_)(?=[a-z]+\d))"  # behind an underscore only what begins as quantizations do
+    word = re.compile(rf"{begins}{re.escape(quantization)}(?!\w)", re.IGNORECASE)
+    found = [model for model in models if word.search(model)]
+    if len(found) == 1:
+        return models[found[0]]
+    if not models:
+        raise CheckpointError(f"{repository} has no GGUF files, so none of {quantization}")
+    named = [readable_name(model.rpartition("/")[2]) for model in found or models]
+    more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    listed = f"{', '.join(named[:MOST_NAMED])}{more}"
+    if found:
+        raise CheckpointError(
+            f"{repository} has several GGUF models of {quantization}: {listed}; put one of these names behind the colon"
+        )
+    raise CheckpointError(f"{repository} has no GGUF model of {quantization}; it has {listed}")
