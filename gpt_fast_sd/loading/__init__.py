@@ -4,7 +4,7 @@
 does not run there, as fit.py's `check_...` and `require_...` do; prepare.py makes a model an engine's.
 """
 
-from .fit import check_kv_dtype, check_planes, check_positions, plan_for, require_fit, require_plain
+from .fit import check_kv_dtype, check_planes, check_positions, has_room, plan_for, require_fit, require_plain
 from .load import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from .machine import free_memory, natural_dtype, sensible_threads
 from .memory import MemoryPlan, bytes_of_layers, bytes_of_weights
@@ -25,6 +25,7 @@ __all__ = [
     "draft_group",
     "find_smollm2",
     "free_memory",
+    "has_room",
     "locate",
     "natural_dtype",
     "plan_for",

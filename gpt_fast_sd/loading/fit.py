@@ -114,6 +114,16 @@ def plan_for(system: System) -> MemoryPlan:
         precisions.pop()
 
 
+def has_room(system: System, gamma: int) -> bool:
+    """Whether rounds of so many drafts, and all that is not built yet, fit beside what an engine holds."""
+    draft = replace(system.draft, gamma=gamma)
+    if isinstance(draft, AutoConfig):
+        draft = replace(draft, arms=tuple(replace(arm, gamma=gamma) for arm in draft.arms))
+    plan = MemoryPlan.of(replace(system, draft=draft, whole=whole_memory(system.device)))
+    have = free_memory(system.device)
+    return have is None or plan.total - plan.kv - plan.draft_kv <= have
+
+
 # For 16 rows torch's int4 products take twice as long as bf16's, for one half as long (an H200, benchmarks/h200); in
 # between nothing was timed.
 MOST_INT4_ROWS = 4

@@ -25,6 +25,14 @@ def gamma_tiers(group: int) -> tuple[int, ...]:
     return (*GAMMA_TIERS[:-1], 7) if group % 8 == 0 else GAMMA_TIERS
 
 
+def further_tiers(group: int) -> tuple[int, ...]:
+    """What it may also choose where the highest tier pays so well that more promises more; else they cost nothing.
+
+    17 tokens in groups of 4 or 8 would just overflow a tile.
+    """
+    return (12, MAX_GAMMA - 1 if group % 4 == 0 else MAX_GAMMA)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """Who drafts, and what it may read.
@@ -163,7 +171,7 @@ class DraftConfig:
 
     @property
     def max_gamma(self) -> int:
-        """The most tokens that a round may draft."""
+        """The most tokens that a round may draft, further tiers aside."""
         if self.policy == "off":
             return 0
         return max(GAMMA_TIERS) if isinstance(self.gamma, str) else self.gamma

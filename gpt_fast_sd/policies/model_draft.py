@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..config import MAX_GAMMA
 from ..draft import Draft, draft_step
 from ..sampling import DRAFT_STREAM
 from ..state import BatchState, RoundPlan
@@ -19,7 +20,8 @@ from .policy import DraftPolicy, RoundHooks, View
 
 def build_view(config: DraftConfig, name: str, runner: Runner, kind: type[View] | None = None) -> View:
     """The view of that name, or of a kind of it, over a runner's cache, for the policy of a configuration."""
-    max_new = config.max_gamma + 2 + registry.policy_class(config.policy).extra_tokens
+    most = MAX_GAMMA if isinstance(config.gamma, str) else config.max_gamma
+    max_new = most + 2 + registry.policy_class(config.policy).extra_tokens
     view: View = (kind or registry.view_class(name)).build(config, runner, max_new)
     return view
 

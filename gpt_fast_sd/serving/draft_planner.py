@@ -111,10 +111,10 @@ class DraftPlanner:
 
     fixed = None
 
-    def __init__(self, tiers: Sequence[int], arms: Sequence[Arm]) -> None:
+    def __init__(self, tiers: Sequence[int], arms: Sequence[Arm], further: Sequence[int] = ()) -> None:
         self.tiers, self.arms = tuple(tiers), list(arms)
-        self.of = [GammaPlanner("auto", tiers) for _ in arms]
-        self.of_view = {arm.view: GammaPlanner("auto", tiers) for arm in arms}  # which counts what its arms count
+        self.of = [GammaPlanner("auto", tiers, further) for _ in arms]
+        self.of_view = {arm.view: GammaPlanner("auto", tiers, further) for arm in arms}  # counts what its arms count
         self.ready: tuple[int, ...] = ()  # arms that were timed
         self.arm = 0  # of the round that was chosen last
         self.to_come = 0.0  # tokens of a row that the run may still bring
@@ -247,6 +247,9 @@ class DraftPlanner:
             tried = 0, 0
         self._best = known[best]
         self._steady = STEADY if tried is None else 0
+        if tried is None and best[1] == self.tiers[-1]:
+            emitted = over_rows([*accumulate(accumulate(self.rates(best[0]), mul, initial=1.0))], self.limits)
+            best = best[0], self.of[best[0]].one_further(n_keys, emitted, known[best]) or best[1]
         if tried is None:
             self._last = best
         self.arm, gamma = tried or best
@@ -306,6 +309,7 @@ class DraftPlanner:
         self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int], *, arm: int = 0
     ) -> None:
         """Record a round of an arm, as GammaPlanner.record does."""
+        self._open(gamma)
         planner = self.of[arm if gamma else 0]
         tier = planner._tier(gamma)
         expected = planner.drafting(gamma, n_keys) + planner.verify[tier](n_keys)
@@ -320,6 +324,7 @@ class DraftPlanner:
         self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int], *, arm: int = 0
     ) -> None:
         """Record a round of an arm, as GammaPlanner.record_whole does."""
+        self._open(gamma)
         planner = self.of[arm if gamma else 0]
         tier, learns, expected = planner._tier(gamma), True, 0.0
         if seconds is not None:
@@ -331,6 +336,12 @@ class DraftPlanner:
         else:
             planner._count(gamma, accepted)
         self._count(gamma, seconds or 0.0, expected, accepted, arm)
+
+    def _open(self, gamma: int) -> None:
+        """See GammaPlanner.open: arms share the target's steps."""
+        for planner in self.of:
+            planner.open(gamma)
+        self.tiers = self.plain.tiers
 
     def _follow(self, who: tuple[int, int], seconds: float, expected: float, verify: StepTimes) -> tuple[bool, float]:
         """Whether a round tells what its steps take, and how slow the machine is beside when they were timed.

@@ -35,6 +35,7 @@ FIRST_PROBE, LAST_PROBE = 16, 1024  # plain rounds after which drafting is tried
 PAYING = 48  # rounds that draft after which it has paid for a while, and is tried again as soon as at first
 PLAIN_AFTER = 32  # rounds that draft after which a plain one is timed again ...
 CLEARLY, RARELY = 1.25, 16  # ... so many times as many where drafting gains more than that, once one was timed
+FURTHER = 1.03  # the same for a tier for which nothing is built yet
 NEARLY, TRIED = 0.9, 3  # a tier beside the best one that promises this share of it has so many rounds to show itself
 FIRST_ROUNDS = 8  # the quickest of them gives the host's share: the others may build what they are the first to use
 
@@ -106,9 +107,10 @@ class GammaPlanner:
     to_come = 0.0  # tokens of a row that the run may still bring
     limits: Sequence[int] = ()  # drafts that each row may keep in the next round; (): none keeps fewer than others
 
-    def __init__(self, gamma: int | str, tiers: Sequence[int]) -> None:
+    def __init__(self, gamma: int | str, tiers: Sequence[int], further: Sequence[int] = ()) -> None:
+        """further: tiers that are neither timed nor chosen before the highest of the others promises that they pay."""
         self.fixed = None if isinstance(gamma, str) else gamma
-        self.tiers = tuple(tiers)
+        self.tiers, self.further = tuple(tiers), tuple(further)
         self.draft: StepTimes | None = None  # one draft step
         self.start: StepTimes | None = None  # the time of drafting outside its steps, such as from cold caches
         self.verify: dict[int, StepTimes] = {}  # the target's step, by gamma
@@ -123,7 +125,7 @@ class GammaPlanner:
         self._since_plain = 0  # rounds that drafted since a plain one
         self._probe_after = FIRST_PROBE
         # by position in the round: drafts that followed accepted ones, and how many of them were; older ones fade
-        self._trials = [0.0] * max(self.tiers, default=0)
+        self._trials = [0.0] * max([*self.tiers, *self.further], default=0)
         self._accepted = [0.0] * len(self._trials)
         self._faded = 1.0  # what of these still counts
         self._refused, self._luck = 0.0, 1.0  # first drafts in a row among these trials, and the chance of that
@@ -190,10 +192,13 @@ class GammaPlanner:
                 self._probe_after = min(2 * self._probe_after, LAST_PROBE)
                 best = max(could, key=lambda g: speeds[g])  # the one that loses least
         best = self._untried_beside(best, speeds) or best
+        if best == self.tiers[-1]:
+            best = self.one_further(n_keys, emitted, speeds[best]) or best
         self._last = best
         # only plain rounds show what they take, and the first of them correct it most
         seen = min(self.verify[0].seen, 4)
-        after = min(2 << seen, PLAIN_AFTER) * (RARELY if seen and speeds[best] >= CLEARLY * speeds[0] else 1)
+        pays = best not in speeds or speeds[best] >= CLEARLY * speeds[0]
+        after = min(2 << seen, PLAIN_AFTER) * (RARELY if seen and pays else 1)
         if best and self._since_plain >= after:
             self._since_plain = 0  # now: of captured rounds the next one is chosen before this one is recorded
             return 0
@@ -210,12 +215,39 @@ class GammaPlanner:
         near = [g for g in beside if g and self.verify[g].seen < TRIED and speeds.get(g, 0) >= NEARLY * speeds[best]]
         return max(near, key=lambda g: speeds[g], default=0)
 
+    def one_further(self, n_keys: int, emitted: Sequence[float], speed: float) -> int:
+        """The next further tier, if rounds have shown what the highest one takes, and it promises more; else 0."""
+        gamma, known = next(iter(self.further), 0), self.verify[self.tiers[-1]]
+        if not gamma or known.seen < TRIED or gamma > max(self.limits, default=gamma):
+            return 0
+        seconds = self.drafting(gamma, n_keys) + self._beyond(gamma, n_keys) + self.host[self.tiers[-1]].seconds
+        promised = emitted[gamma] / (seconds + self.selecting(gamma, n_keys, emitted[gamma]))
+        return gamma if promised > FURTHER * speed else 0
+
+    def _beyond(self, gamma: int, n_keys: int) -> float:
+        """Seconds of the target's step past the highest tier: each draft takes as long as one there, or on average."""
+        first, *_, before, last = self.tiers
+        least, less, most = (self.verify[g](n_keys) for g in (first, before, last))
+        return most + (gamma - last) * max((most - less) / (last - before), (most - least) / (last - first))
+
+    def open(self, gamma: int) -> None:
+        """A tier that was a further one is one of all from now on: a round of it was launched."""
+        if gamma not in self.further:
+            return
+        if self.verify and gamma not in self.verify:  # which others may share
+            few = self.verify[self.tiers[-1]].few
+            self.verify[gamma] = StepTimes((few, self._beyond(gamma, few)), (2 * few, self._beyond(gamma, 2 * few)))
+        self._timed.setdefault(gamma, HostTime())
+        self.host.setdefault(gamma, self.host[self.tiers[-1]])
+        self.tiers, self.further = (*self.tiers, gamma), tuple(g for g in self.further if g > gamma)
+
     def record(
         self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int], *, arm: int = 0
     ) -> None:
         """Record a round: seconds in the draft's and in the target's steps, accepted drafts of each live row."""
         if self.fixed is not None or self.draft is None or self.start is None:
             return
+        self.open(gamma)
         self.verify[self._tier(gamma)].learn(n_keys, verifying)
         if gamma:
             share = drafting / self.drafting(gamma, n_keys)
@@ -272,6 +304,7 @@ class GammaPlanner:
         """Record a round's total seconds (None: unknown); its parts are assumed to have the expected shares."""
         if self.fixed is not None or self.draft is None:
             return
+        self.open(gamma)
         if seconds is None:
             self._count(gamma, accepted)
             return

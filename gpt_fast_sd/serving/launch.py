@@ -22,12 +22,12 @@ from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.tp import DoneEvent, Parallel
 
 from ..acceptance import Override
-from ..config import EngineConfig
+from ..config import MAX_GAMMA, EngineConfig
 from ..draft import Draft
 from ..fast.devices import traits_of
-from ..loading import draft_group, ready_draft
+from ..loading import System, draft_group, has_room, ready_draft
 from ..policies import DraftConfig, DraftPolicy, build_policy
-from ..policies.config import gamma_tiers
+from ..policies.config import further_tiers, gamma_tiers
 from ..policies.costs import MOST_STEPS, REFRESH_STEPS, steps_held, steps_of
 from ..policies.policy import wrong_with
 from ..round import Round
@@ -106,6 +106,7 @@ class Rounds(Round):
         """
         super().__init__(target, state, policy, page=draft.page, width=width)
         self.draft, self.capture, self.wait, self.falls_back = draft, capture, wait, falls_back
+        self.further: tuple[int, ...] = ()  # see further_tiers
         self._captured: dict[tuple[object, ...], Callable[[], Any]] = {}
         self.most_steps = steps_held(target.cache.max_seq_len, draft, target.model.config.group_size)
         self._steps_held = 0  # steps in all captured rounds
@@ -378,13 +379,14 @@ class Rounds(Round):
             if isinstance(runner, Runner) and runner.cache.seq_len is not self.target.cache.seq_len:
                 raise ValueError("the policy was built for another engine: build it over this one's target")
         self.policy, self.most_steps = policy, MOST_STEPS  # of how many steps its rounds are is its own affair
+        self.further = ()  # nor is it known how many tokens it can draft
         self._warm.clear()
         self.forget()
 
     def _pinned_buffer(self, result: Tensor) -> Tensor:
         """Pinned host memory [B, 2 * gamma + 5] that no other round in flight uses."""
         if not self._pinned:
-            most, n = result.shape[0] * (2 * self.draft.max_gamma + 5), self.results_behind + 1
+            most, n = result.shape[0] * (2 * max(self.draft.max_gamma, *self.further, 0) + 5), self.results_behind + 1
             self._pinned = [torch.empty(most, dtype=result.dtype, pin_memory=True) for _ in range(n)]
         self._launched += 1
         return self._pinned[self._launched % len(self._pinned)][: result.numel()].view(result.shape)
@@ -423,6 +425,14 @@ def rounds_for(
         ready_draft(draft_model, theirs, target, copied=draft.quantize is not None)
     policy = build_policy(draft, target, draft_model, theirs)
     falls_back = FAILED_CAPTURES_END and parallel.tp == 1
-    return Rounds(
+    rounds = Rounds(
         target, state, policy, draft, width=width, capture=capture, wait=parallel.wait_for, falls_back=falls_back
     )
+    if policy and isinstance(draft.gamma, str) and not width and parallel.tp == 1:  # ranks would each find another room
+        shape = draft_model.config if draft_model else None
+        system = System(
+            config=config, draft=draft, model=target.model.config, draft_model=shape,
+            dtype=target.model.embedding.weight.dtype, device=target.device, held=target.cache.format,
+        )  # fmt: skip
+        rounds.further = further_tiers(target.model.config.group_size) if has_room(system, MAX_GAMMA) else ()
+    return rounds

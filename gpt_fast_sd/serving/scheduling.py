@@ -55,11 +55,11 @@ class Schedule:
         """Launch these rounds from now on, with a planner that has seen none of them."""
         self.rounds = rounds
         gamma, tiers = rounds.draft.gamma, gamma_tiers(self.prefill.runner.model.config.group_size)
-        self.planner: GammaPlanner | DraftPlanner = GammaPlanner(gamma, tiers)
+        self.planner: GammaPlanner | DraftPlanner = GammaPlanner(gamma, tiers, rounds.further)
         if isinstance(rounds.policy, AutoDraft):
             sizes = {"standalone": rounds.policy.size_of_model}
             arms = [arm_of(arm, sizes.get(arm.policy, 1.0)) for arm in rounds.policy.arms]
-            self.planner = DraftPlanner(tiers if isinstance(gamma, str) else (0, gamma), arms)
+            self.planner = DraftPlanner(tiers if isinstance(gamma, str) else (0, gamma), arms, rounds.further)
 
     @property
     def policy(self) -> DraftPolicy | None:

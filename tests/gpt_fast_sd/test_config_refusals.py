@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
-from gpt_fast_sd.policies.config import GAMMA_TIERS, gamma_tiers
+from gpt_fast_sd.policies.config import GAMMA_TIERS, further_tiers, gamma_tiers
 
 NONSENSE: list[tuple[type, str, tuple[Any, ...]]] = [
     (EngineConfig, "batch_size", (0, -1, 2.0, "8", True, None, 2**31)),
@@ -153,3 +153,4 @@ def test_auto_never_asks_for_a_tile_that_one_token_less_would_halve(group: int) 
     rows = group * (1 + max(gamma_tiers(group)))
     assert rows <= (64 if group <= 8 else 128)
     assert len(gamma_tiers(group)) == len(GAMMA_TIERS)  # as many graphs for every model
+    assert max(gamma_tiers(group)) < min(further_tiers(group)) and max(further_tiers(group)) in (15, 16)

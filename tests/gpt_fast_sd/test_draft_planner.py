@@ -5,7 +5,7 @@ Rounds are simulated with the true times and acceptance of each arm; the planner
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, sqrt
 from statistics import mean, median
@@ -78,7 +78,7 @@ def drawn(seed: int) -> World:
 
 def simulate(
     at: World, tokens: int, seed: int, noise: float = 0.05, slower: Callable[[float], float] = lambda done: 1.0,
-    then: World | None = None, wanders: float = 0.0, stalls: tuple[int, float] = (0, 0.0),
+    then: World | None = None, wanders: float = 0.0, stalls: tuple[int, float] = (0, 0.0), further: Sequence[int] = (),
 ) -> tuple[float, DraftPlanner]:  # fmt: skip
     """Tokens per row and second of a run; slower: by the share of it that is done; then: the world of its 2nd half.
 
@@ -86,7 +86,7 @@ def simulate(
     while steps are timed. The seconds of the run are then those of the machine as it is on average. stalls: a
     round, the first being 1, and for how many plain steps.
     """
-    rng, plan = random.Random(seed), DraftPlanner(GAMMA_TIERS, ARMS)
+    rng, plan = random.Random(seed), DraftPlanner(GAMMA_TIERS, ARMS, further)
     level = rng.gauss(0, wanders) if wanders else 0.0
 
     def timed(seconds: float) -> float:
@@ -147,6 +147,17 @@ def test_tries_cost_no_more_than_their_share_wherever_nothing_pays_and_what_pays
 def test_a_machine_that_slows_down_in_mid_run_changes_nothing_for_long() -> None:
     cells = [drawn(seed) for seed in range(40)]
     assert min(1.5 * simulate(at, 400, 1, slower=lambda done: 1.0 + (done > 0.5))[0] / at.plain for at in cells) >= 0.94
+
+
+def test_more_drafts_of_text_that_repeats_are_found_where_they_pay() -> None:
+    verify, found = {g: 1 + 0.02 * g for g in (*GAMMA_TIERS, 12, 16)}, list[float]()
+    for seed in range(4):
+        for lookup, gains in ((0.97, 1.25), (0.8, 0.98)):
+            at = world(4, verify, 0.3, 0.5, 0.6, lookup)
+            (before, _), (speed, plan) = simulate(at, 600, seed), simulate(at, 600, seed, further=(12, 16))
+            assert speed >= gains * before
+            found += [plan.tiers[-1]] * (lookup > 0.9)
+    assert {*found} == {16}
 
 
 @pytest.mark.parametrize("wanders", [0.15, 0.3])

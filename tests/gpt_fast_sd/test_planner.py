@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpt_fast_sd.policies.config import GAMMA_TIERS
+from gpt_fast_sd.policies.config import GAMMA_TIERS, further_tiers
 from gpt_fast_sd.serving.gamma_planner import FIRST_PROBE, FIRST_ROUNDS, LAST_PROBE, GammaPlanner, StepTimes, rising
 from tests.helpers import Patch, few, thinned
 
@@ -49,9 +49,9 @@ class World:
         return max((tokens[g] / self.round(g, n_keys), g) for g in GAMMA_TIERS)
 
 
-def planner(world: World, measure: Measure | None = None, **how: Any) -> GammaPlanner:
+def planner(world: World, measure: Measure | None = None, further: Sequence[int] = (), **how: Any) -> GammaPlanner:
     """A planner that begins, by the times of a world, or as they were measured."""
-    made = GammaPlanner("auto", GAMMA_TIERS)
+    made = GammaPlanner("auto", GAMMA_TIERS, further)
     made.calibrate(measure or world.measure, few=FEW, many=MANY, **how)
     made.begin()
     return made
@@ -125,6 +125,21 @@ def test_it_settles_on_a_tier_that_is_nearly_the_fastest(draft: float, acceptanc
     # probes, noise, and tiers that promise less than 2 % more than the one in use
     assert speed > 0.97 * best
     assert tokens_a_second(world, acceptance, gammas[300:]) > 0.975 * best
+
+
+@pytest.mark.parametrize(("acceptance", "draft", "gains"), [(0.97, 0.05, 1.2), (0.97, 0.1, 1.1), (0.8, 0.05, 0.995)])
+def test_further_tiers_are_found_where_they_pay_and_cost_nothing_elsewhere(
+    acceptance: float, draft: float, gains: float
+) -> None:
+    """Verification is nearly flat. They are timed by their own rounds alone."""
+    world, most = World(draft, per_draft=0.005), list[int]()
+    for seed in range(6):
+        plans = [planner(world), planner(world, further=further_tiers(1))]
+        assert all(plan.verify.keys() == {*GAMMA_TIERS} for plan in plans)
+        found = [simulate(world, lambda i: acceptance, rounds=200, seed=seed, plan=plan)[0] for plan in plans]
+        assert found[1] >= gains * found[0]
+        most.append(plans[1].tiers[-1])
+    assert {*most} == ({16} if acceptance > 0.9 else {8})
 
 
 def after_plain(plan: GammaPlanner, n_keys: int = 1000) -> int:

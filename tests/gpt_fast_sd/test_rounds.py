@@ -74,7 +74,8 @@ def test_captured_rounds_emit_what_eager_ones_do(name: str, params: list[Samplin
 def test_gamma_may_change_from_round_to_round(name: str) -> None:
     """Rounds without a draft leave caches and bounds behind, which the next round that drafts makes up for."""
     one = captured(name, gamma="auto")
-    drafting_now_and_then(one, [3, 0, 0, 1, 4, 0, 2], timed=False)
+    assert one.schedule.planner.further == (12, 16)
+    drafting_now_and_then(one, [3, 0, 0, 1, 4, 0, 2, 16, 12], timed=False)
     plain = engine("off").generate(PROMPTS, GREEDY)
     assert tokens_of(one.generate(PROMPTS, GREEDY)) == tokens_of(plain)
     assert {0, 1, 2, 3, 4} <= set(one.stats.rounds_by_gamma)
