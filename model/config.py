@@ -114,6 +114,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
     bos_id: int | None = None
@@ -153,6 +154,7 @@ class ModelConfig:
         """Stored parameters; tied embeddings count once."""
         attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
         bias = self.head_dim * (self.n_heads + 2 * self.n_kv_heads) if self.qkv_bias else 0
+        bias += self.dim if self.o_bias else 0
         norms = 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
         layer = attention + bias + norms + 3 * self.dim * self.ffn_dim
         return self.n_layers * layer + self.dim + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
@@ -179,8 +181,9 @@ class ModelConfig:
         fields = Fields(raw)
         fields.only("hidden_act", "silu" if raw.get("hidden_act") != "swish" else "swish")  # two names of one function
         fields.only("mlp_bias", False)
-        if family != "Qwen2ForCausalLM":  # Qwen2 has biases on q, k and v whatever this field says
+        if family not in ("LlamaForCausalLM", "Qwen2ForCausalLM"):  # Qwen2 has some whatever this field says
             fields.only("attention_bias", False)
+        biased = family == "LlamaForCausalLM" and bool(raw.get("attention_bias")) and fields.flag("attention_bias")
         if not fields.windowless():
             fields.only("use_sliding_window", False)
         fields.only("partial_rotary_factor", 1.0)
@@ -213,7 +216,8 @@ class ModelConfig:
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=fields.flag("tie_word_embeddings"),
-            qkv_bias=family == "Qwen2ForCausalLM",
+            qkv_bias=biased or family == "Qwen2ForCausalLM",
+            o_bias=biased,
             qk_norm=family == "Qwen3ForCausalLM",
             sliding_window=fields.window() if family == "MistralForCausalLM" else None,
             bos_id=next(iter(fields.ids("bos_token_id")), None),
@@ -222,11 +226,12 @@ class ModelConfig:
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The config.json fields of this shape: from_hugging_face gives the same shape back."""
-        family = _FAMILY_OF.get((self.qkv_bias, self.qk_norm, self.sliding_window is not None))
+        family = _FAMILY_OF.get((self.qkv_bias, self.o_bias, self.qk_norm, self.sliding_window is not None))
         if family is None:
             raise ValueError(
                 "no Hugging Face family has this shape: "
-                f"qkv_bias {self.qkv_bias}, qk_norm {self.qk_norm}, sliding_window {self.sliding_window}"
+                f"qkv_bias {self.qkv_bias}, o_bias {self.o_bias}, qk_norm {self.qk_norm}, "
+                f"sliding_window {self.sliding_window}"
             )
         raw: dict[str, Any] = {
             "architectures": [family],
@@ -250,7 +255,7 @@ class ModelConfig:
         if family == "MistralForCausalLM":
             raw["sliding_window"] = self.sliding_window
         if family == "LlamaForCausalLM":
-            raw |= {"attention_bias": False, "mlp_bias": False}
+            raw |= {"attention_bias": self.o_bias, "mlp_bias": False}
         if self.rope_scaling is not None:
             raw["rope_scaling"] = self._rope_fields(self.rope_scaling)
         return raw
@@ -291,11 +296,12 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
         ("Qwen3ForCausalLM", 32768, {"num_key_value_heads": 32, "head_dim": 128}),
     )
 }
-_FAMILY_OF = {  # (qkv_bias, qk_norm, sliding window)
-    (False, False, False): "LlamaForCausalLM",
-    (False, False, True): "MistralForCausalLM",
-    (True, False, False): "Qwen2ForCausalLM",
-    (False, True, False): "Qwen3ForCausalLM",
+_FAMILY_OF = {  # (qkv_bias, o_bias, qk_norm, sliding window)
+    (False, False, False, False): "LlamaForCausalLM",
+    (True, True, False, False): "LlamaForCausalLM",
+    (False, False, False, True): "MistralForCausalLM",
+    (True, False, False, False): "Qwen2ForCausalLM",
+    (False, False, True, False): "Qwen3ForCausalLM",
 }
 
 

@@ -98,8 +98,8 @@ def test_no_number_of_kv_heads_is_that_of_the_heads(family: str) -> None:
         (LLAMA | {"architectures": []}, "architectures is [], but it must be one of LlamaForCausalLM"),
         ({}, "architectures is missing"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu', but it must be 'silu'"),
-        (LLAMA | {"attention_bias": True}, "attention_bias is True, but it must be False"),
-        (QWEN3 | {"attention_bias": True}, "attention_bias is True"),
+        (LLAMA | {"attention_bias": 1}, "attention_bias is 1, but it must be true or false"),
+        *((raw | {"attention_bias": True}, "attention_bias is True, but it must be False") for raw in (QWEN3, MISTRAL)),
         (LLAMA | {"mlp_bias": True}, "mlp_bias is True"),
         (QWEN3 | {"use_sliding_window": True}, "use_sliding_window is True"),
         (QWEN3 | {"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window is True, but it must be Fa"),
@@ -140,7 +140,7 @@ def test_what_cannot_be_read_exactly_is_refused_by_name(raw: dict[str, Any], say
 def test_a_shape_without_a_family_cannot_be_written() -> None:
     config = ModelConfig.from_hugging_face(QWEN3 | {"architectures": ["Qwen2ForCausalLM"]}, "c")
     both = ModelConfig(**{**config.__dict__, "qk_norm": True})
-    with pytest.raises(ValueError, match="no Hugging Face family has this shape"):
+    with pytest.raises(ValueError, match="family has this shape: qkv_bias True, o_bias False, qk_norm True"):
         both.to_hugging_face()
 
 

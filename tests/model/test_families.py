@@ -31,6 +31,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("Qwen2", {"rope_parameters": YARN_ROPE | {"attention_factor": 1.2}}),
     "yarn with every option": ("Qwen3", {"head_dim": 24, "rope_parameters": YARN_ROPE | YARN_OPTIONS}),
     "tied embeddings, its own head_dim": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
+    "llama with biases": ("Llama", THREE_GROUPS | {"attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral v0.1, window longer than the text": ("Mistral", {"sliding_window": 128}),
     "qwen2, biases, tied": ("Qwen2", {"tie_word_embeddings": True}),
