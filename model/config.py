@@ -21,6 +21,10 @@ class RopeScaling:
     truncate is set), and lengthens queries and keys by attention_factor (Peng et al. 2023, arXiv 2309.00071); kind
     "factors" also divides each frequency by its own entry of factors, which is how a GGUF file stores the result of
     any such rule.
+
+    Kind "dynamic" changes nothing in the trained context, and there the model's positions end. Past it transformers
+    takes frequencies for the length that a step reaches, while cached keys keep those of their own steps: what comes
+    next would depend on how a text was cut into steps.
     """
 
     kind: str
@@ -75,7 +79,7 @@ class RopeScaling:
         return max(stated, int(self.original_max_seq_len * self.factor)) if self.kind == "yarn" else stated
 
 
-_ROPE_KINDS = ("linear", "llama3", "yarn", "factors")
+_ROPE_KINDS = ("linear", "llama3", "yarn", "dynamic", "factors")
 
 
 def yarn_length(factor: float, weight: float = 1.0) -> float:
@@ -274,7 +278,7 @@ class ModelConfig:
                     raise ValueError(f"a config.json of this YaRN means {reach:,} positions, not {self.max_seq_len:,}")
                 raw |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
                 raw |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
-        if scaling.kind != "linear":
+        if scaling.kind not in ("linear", "dynamic"):
             raw["original_max_position_embeddings"] = scaling.original_max_seq_len
         return raw
 
@@ -404,8 +408,8 @@ class Fields:
         match raw.get(key, "default"):
             case "default":
                 return theta, None
-            case "linear":
-                return theta, RopeScaling(kind="linear", factor=inner.number("factor"))
+            case "linear" | "dynamic" as kind:
+                return theta, RopeScaling(kind=kind, factor=inner.number("factor"))
             case "llama3":
                 return theta, RopeScaling(
                     kind="llama3",
@@ -426,7 +430,7 @@ class Fields:
                     attention_factor=inner.attention_factor(factor),
                 )
             case _:
-                inner.refuse(key, "'default', 'linear', 'llama3' or 'yarn'")
+                inner.refuse(key, "'default', 'linear', 'llama3', 'yarn' or 'dynamic'")
 
     def attention_factor(self, factor: float) -> float | None:
         """YaRN's, as transformers finds it: the field, else by mscale and mscale_all_dim if both are present."""
