@@ -21,6 +21,10 @@ class RopeScaling:
     truncate is set), and lengthens queries and keys by attention_factor (Peng et al. 2023, arXiv 2309.00071); kind
     "factors" also divides each frequency by its own entry of factors, which is how a GGUF file stores the result of
     any such rule.
+
+    Kind "dynamic" changes nothing in the trained context, and there the model's positions end. Past it transformers
+    takes frequencies for the length that a step reaches, while cached keys keep those of their own steps: what comes
+    next would depend on how a text was cut into steps.
     """
 
     kind: str
@@ -75,7 +79,7 @@ class RopeScaling:
         return max(stated, int(self.original_max_seq_len * self.factor)) if self.kind == "yarn" else stated
 
 
-_ROPE_KINDS = ("linear", "llama3", "yarn", "factors")
+_ROPE_KINDS = ("linear", "llama3", "yarn", "dynamic", "factors")
 
 
 def yarn_length(factor: float, weight: float = 1.0) -> float:
@@ -114,6 +118,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
     bos_id: int | None = None
@@ -153,6 +158,7 @@ class ModelConfig:
         """Stored parameters; tied embeddings count once."""
         attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
         bias = self.head_dim * (self.n_heads + 2 * self.n_kv_heads) if self.qkv_bias else 0
+        bias += self.dim if self.o_bias else 0
         norms = 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
         layer = attention + bias + norms + 3 * self.dim * self.ffn_dim
         return self.n_layers * layer + self.dim + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
@@ -179,8 +185,9 @@ class ModelConfig:
         fields = Fields(raw)
         fields.only("hidden_act", "silu" if raw.get("hidden_act") != "swish" else "swish")  # two names of one function
         fields.only("mlp_bias", False)
-        if family != "Qwen2ForCausalLM":  # Qwen2 has biases on q, k and v whatever this field says
+        if family not in ("LlamaForCausalLM", "Qwen2ForCausalLM"):  # Qwen2 has some whatever this field says
             fields.only("attention_bias", False)
+        biased = family == "LlamaForCausalLM" and bool(raw.get("attention_bias")) and fields.flag("attention_bias")
         if not fields.windowless():
             fields.only("use_sliding_window", False)
         fields.only("partial_rotary_factor", 1.0)
@@ -213,7 +220,8 @@ class ModelConfig:
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=fields.flag("tie_word_embeddings"),
-            qkv_bias=family == "Qwen2ForCausalLM",
+            qkv_bias=biased or family == "Qwen2ForCausalLM",
+            o_bias=biased,
             qk_norm=family == "Qwen3ForCausalLM",
             sliding_window=fields.window() if family == "MistralForCausalLM" else None,
             bos_id=next(iter(fields.ids("bos_token_id")), None),
@@ -222,11 +230,12 @@ class ModelConfig:
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The config.json fields of this shape: from_hugging_face gives the same shape back."""
-        family = _FAMILY_OF.get((self.qkv_bias, self.qk_norm, self.sliding_window is not None))
+        family = _FAMILY_OF.get((self.qkv_bias, self.o_bias, self.qk_norm, self.sliding_window is not None))
         if family is None:
             raise ValueError(
                 "no Hugging Face family has this shape: "
-                f"qkv_bias {self.qkv_bias}, qk_norm {self.qk_norm}, sliding_window {self.sliding_window}"
+                f"qkv_bias {self.qkv_bias}, o_bias {self.o_bias}, qk_norm {self.qk_norm}, "
+                f"sliding_window {self.sliding_window}"
             )
         raw: dict[str, Any] = {
             "architectures": [family],
@@ -250,7 +259,7 @@ class ModelConfig:
         if family == "MistralForCausalLM":
             raw["sliding_window"] = self.sliding_window
         if family == "LlamaForCausalLM":
-            raw |= {"attention_bias": False, "mlp_bias": False}
+            raw |= {"attention_bias": self.o_bias, "mlp_bias": False}
         if self.rope_scaling is not None:
             raw["rope_scaling"] = self._rope_fields(self.rope_scaling)
         return raw
@@ -269,7 +278,7 @@ class ModelConfig:
                     raise ValueError(f"a config.json of this YaRN means {reach:,} positions, not {self.max_seq_len:,}")
                 raw |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
                 raw |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
-        if scaling.kind != "linear":
+        if scaling.kind not in ("linear", "dynamic"):
             raw["original_max_position_embeddings"] = scaling.original_max_seq_len
         return raw
 
@@ -291,11 +300,12 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
         ("Qwen3ForCausalLM", 32768, {"num_key_value_heads": 32, "head_dim": 128}),
     )
 }
-_FAMILY_OF = {  # (qkv_bias, qk_norm, sliding window)
-    (False, False, False): "LlamaForCausalLM",
-    (False, False, True): "MistralForCausalLM",
-    (True, False, False): "Qwen2ForCausalLM",
-    (False, True, False): "Qwen3ForCausalLM",
+_FAMILY_OF = {  # (qkv_bias, o_bias, qk_norm, sliding window)
+    (False, False, False, False): "LlamaForCausalLM",
+    (True, True, False, False): "LlamaForCausalLM",
+    (False, False, False, True): "MistralForCausalLM",
+    (True, False, False, False): "Qwen2ForCausalLM",
+    (False, False, True, False): "Qwen3ForCausalLM",
 }
 
 
@@ -398,8 +408,8 @@ class Fields:
         match raw.get(key, "default"):
             case "default":
                 return theta, None
-            case "linear":
-                return theta, RopeScaling(kind="linear", factor=inner.number("factor"))
+            case "linear" | "dynamic" as kind:
+                return theta, RopeScaling(kind=kind, factor=inner.number("factor"))
             case "llama3":
                 return theta, RopeScaling(
                     kind="llama3",
@@ -420,7 +430,7 @@ class Fields:
                     attention_factor=inner.attention_factor(factor),
                 )
             case _:
-                inner.refuse(key, "'default', 'linear', 'llama3' or 'yarn'")
+                inner.refuse(key, "'default', 'linear', 'llama3', 'yarn' or 'dynamic'")
 
     def attention_factor(self, factor: float) -> float | None:
         """YaRN's, as transformers finds it: the field, else by mscale and mscale_all_dim if both are present."""

@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.group_size = config.group_size
         rows = config.n_kv_heads * (config.group_size + 2) * config.head_dim
         self.wqkv = nn.Linear(config.dim, rows, bias=config.qkv_bias)
-        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 

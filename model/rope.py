@@ -19,7 +19,7 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     periods = config.rope_theta**exponent  # [H // 2]
     freqs = 1.0 / periods
     scaling = config.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":
         return freqs
     if scaling.kind == "linear":
         return freqs / scaling.factor

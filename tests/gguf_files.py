@@ -72,7 +72,7 @@ def tensors_of(theirs: Any, kind: Kind) -> dict[str, tuple[np.ndarray, Kind]]:
         weight = tensor.numpy()
         if architecture(theirs) == "llama" and (".q_proj." in name or ".k_proj." in name):
             n_heads = config.num_attention_heads if ".q_" in name else config.num_key_value_heads
-            rotary = weight.reshape(n_heads, 2, -1, weight.shape[1])  # halves, which llama.cpp's llama makes neighbours
+            rotary = weight.reshape(n_heads, 2, -1, *weight.shape[1:])  # halves, neighbours in llama.cpp's llama
             weight = rotary.swapaxes(1, 2).reshape(weight.shape)
         own = kind if weight.ndim == 2 else Kind.F32
         found[names.get_name(name, (".weight", ".bias"))] = (stored(weight, own), own)

@@ -27,7 +27,8 @@ from .vocab import rows_held
 class Split(ParallelStyle):
     """The module keeps this rank's part of every parameter: Shard(0) of its outputs, Shard(1) of its inputs.
 
-    Parts have one size: if it does not divide a vocabulary, zeros follow the last rows.
+    Parts have one size: if it does not divide a vocabulary, zeros follow the last rows. A bias of outputs that will be
+    summed is whole on the first rank, and zeros on the others.
     """
 
     def __init__(self, placement: Shard) -> None:
@@ -36,6 +37,10 @@ class Split(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         n, rank = device_mesh.size(), device_mesh.get_local_rank()
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() <= self.dim:
+                part = parameter.detach().clone() if rank == 0 else torch.zeros_like(parameter)
+                module.register_parameter(name, nn.Parameter(part, requires_grad=False))
+                continue
             size = parameter.shape[self.dim]
             own = rows_held(size, n)
             begin, end = (min(place * own, size) for place in (rank, rank + 1))
@@ -106,7 +111,7 @@ class VocabularyEmbedding(nn.Embedding):
 PLAN: dict[str, ParallelStyle] = {
     "embedding": SplitVocabulary(),  # [V, D]
     "layers.*.attention.wqkv": Split(Shard(0)),  # [K, G + 2, H, D], and a bias [K, G + 2, H] where there is one
-    "layers.*.attention.wo": Split(Shard(1)),  # [D, N, H]
+    "layers.*.attention.wo": Split(Shard(1)),  # [D, N, H], and a bias [D] where there is one
     "layers.*.attention": Summed(),
     "layers.*.feed_forward.w_in": Split(Shard(0)),  # [F, 2, D]
     "layers.*.feed_forward.w_out": Split(Shard(1)),  # [D, F]

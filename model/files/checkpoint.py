@@ -146,6 +146,8 @@ def name_table(config: ModelConfig, kv_copies: int = 1) -> dict[str, Layout]:
                 (f"{theirs}.self_attn.k_proj.{kind}", head, kv_copies),
                 (f"{theirs}.self_attn.v_proj.{kind}", head, kv_copies),
             )
+        if config.o_bias:
+            table[f"{ours}.attention.wo.bias"] = ((f"{theirs}.self_attn.o_proj.bias", 1, 1),)
         table[f"{ours}.feed_forward.w_in.weight"] = (  # [F, 2, D]
             (f"{theirs}.mlp.gate_proj.weight", 1, 1),
             (f"{theirs}.mlp.up_proj.weight", 1, 1),

@@ -367,6 +367,7 @@ class Header(Fields):
         window = fields.raw.get("attention.sliding_window") or None
         scaling = self._rope_scaling(head_dim)
         stated = fields.whole("context_length")
+        biased = self.architecture == "llama" and "blk.0.attn_output.bias" in self._tensors  # no field says it
         ends = [self.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return ModelConfig(
             vocab_size=vocab_size,
@@ -381,7 +382,8 @@ class Header(Fields):
             rope_theta=fields.number("rope.freq_base") if "rope.freq_base" in fields.raw else 10000.0,
             rope_scaling=scaling,
             tie_embeddings="output.weight" not in self._tensors,
-            qkv_bias=self.architecture == "qwen2",
+            qkv_bias=self.architecture == "qwen2" or biased,
+            o_bias=biased,
             qk_norm=self.architecture == "qwen3",
             sliding_window=window and fields.whole("attention.sliding_window"),
             bos_id=self.token("tokenizer.ggml.bos_token_id"),
@@ -538,7 +540,7 @@ class Header(Fields):
 
     def _pairs(self, name: str) -> int:
         """H/2 if the rows of a tensor's heads are stored as adjacent pairs, 0 if they are in order."""
-        if self.architecture != "llama" or not re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
+        if self.architecture != "llama" or not re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name):
             return 0
         fields = self.arch_fields.raw
         head_dim = fields.get("attention.key_length") or fields["embedding_length"] // fields["attention.head_count"]

@@ -37,7 +37,7 @@ LLAMA3 = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_f
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {}, "tied": {"tie_embeddings": True}, "qwen2": {"qkv_bias": True, "tie_embeddings": True},
     "qwen3": {"qk_norm": True}, "one kv head": {"n_kv_heads": 1}, "80 dims": {"head_dim": 80},
-    "llama3": {"rope_scaling": LLAMA3},
+    "llama3": {"rope_scaling": LLAMA3}, "biases": {"qkv_bias": True, "o_bias": True},
     "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=256)},
 }  # fmt: skip
 CACHES = "bf16", "int8", "planes"

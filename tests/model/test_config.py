@@ -98,8 +98,8 @@ def test_no_number_of_kv_heads_is_that_of_the_heads(family: str) -> None:
         (LLAMA | {"architectures": []}, "architectures is [], but it must be one of LlamaForCausalLM"),
         ({}, "architectures is missing"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu', but it must be 'silu'"),
-        (LLAMA | {"attention_bias": True}, "attention_bias is True, but it must be False"),
-        (QWEN3 | {"attention_bias": True}, "attention_bias is True"),
+        (LLAMA | {"attention_bias": 1}, "attention_bias is 1, but it must be true or false"),
+        *((raw | {"attention_bias": True}, "attention_bias is True, but it must be False") for raw in (QWEN3, MISTRAL)),
         (LLAMA | {"mlp_bias": True}, "mlp_bias is True"),
         (QWEN3 | {"use_sliding_window": True}, "use_sliding_window is True"),
         (QWEN3 | {"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window is True, but it must be Fa"),
@@ -107,8 +107,8 @@ def test_no_number_of_kv_heads_is_that_of_the_heads(family: str) -> None:
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but it must be 1.0"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor is 0.5"),
         (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: original_max_position_embedd"),
-        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling: type is 'dynamic'"),
-        (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "must be 'default', 'linear', 'llama3' or 'yarn'"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 0.0}}, "rope_scaling: factor is 0.0"),
+        (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "must be 'default', 'linear', 'llama3', 'yarn' or"),
         (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is"),
         (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_scaling: low_freq_factor is missing"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1, got 0.5"),
@@ -140,7 +140,7 @@ def test_what_cannot_be_read_exactly_is_refused_by_name(raw: dict[str, Any], say
 def test_a_shape_without_a_family_cannot_be_written() -> None:
     config = ModelConfig.from_hugging_face(QWEN3 | {"architectures": ["Qwen2ForCausalLM"]}, "c")
     both = ModelConfig(**{**config.__dict__, "qk_norm": True})
-    with pytest.raises(ValueError, match="no Hugging Face family has this shape"):
+    with pytest.raises(ValueError, match="family has this shape: qkv_bias True, o_bias False, qk_norm True"):
         both.to_hugging_face()
 
 

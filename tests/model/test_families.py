@@ -19,6 +19,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+DYNAMIC_ROPE = LINEAR_ROPE | {"rope_type": "dynamic"}  # texts here have as many tokens as positions
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 YARN_OPTIONS = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -28,7 +29,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear rotary scaling": ("Llama", {"rope_parameters": LINEAR_ROPE}),
     "yarn": ("Qwen2", {"rope_parameters": YARN_ROPE | {"attention_factor": 1.2}}),
     "yarn with every option": ("Qwen3", {"head_dim": 24, "rope_parameters": YARN_ROPE | YARN_OPTIONS}),
+    "dynamic rotary scaling": ("Llama", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 63}),
     "tied embeddings, its own head_dim": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
+    "llama with biases": ("Llama", THREE_GROUPS | {"attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral v0.1, window longer than the text": ("Mistral", {"sliding_window": 128}),
     "qwen2, biases, tied": ("Qwen2", {"tie_word_embeddings": True}),

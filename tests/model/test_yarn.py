@@ -124,7 +124,7 @@ def test_yarn_that_makes_no_sense_is_refused_by_name(changes: dict[str, Any], sa
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"kind": "dynamic"}, r"must be 'linear', 'llama3', 'yarn' or 'factors', got 'dynamic'"),
+        ({"kind": "ntk"}, r"must be 'linear', 'llama3', 'yarn', 'dynamic' or 'factors', got 'ntk'"),
         ({"factor": math.nan}, "factor must be at least 1, got nan"),
         ({"original_max_seq_len": 0}, "original_max_seq_len must be a whole number above 0, got 0"),
         ({"original_max_seq_len": 1.5}, "original_max_seq_len must be a whole number above 0, got 1.5"),
