@@ -471,73 +471,49 @@ def test_the_hub_gives_pickles_only_without_safetensors_or_one_sentence(tmp_path
         models.resolve_model("owner/none")
 
 
-GGUF_FILES = [
-    "README.md", "m.Q4_K_M.gguf", "m-Q4_K.gguf", "m-IQ4_XS.gguf", "m_q8_0.gguf", "config.json", "m-F16.GGUF",
-    "big/m-Q6_K-00001-of-00002.gguf", "big/m-Q6_K-00002-of-00002.gguf", "m-Q5_K_XL.gguf", "m-UD-Q5_K_XL.gguf",
-]  # fmt: skip
+GGUF_FILES = (
+    "README.md m.Q4_K_M.gguf m-Q4_K.gguf m-IQ4_XS.gguf m_q8_0.gguf m-F16.GGUF m-Q5_K_XL.gguf m-UD-Q5_K_XL.gguf "
+    "m-Q6_K-00001-of-00002.gguf m-Q6_K-00002-of-00002.gguf"
+).split()
+CHOSEN = {
+    "Q4_K_M": [1], "q4_k_m": [1], "Q4_K": [2], "IQ4_XS": [3], "Q8_0": [4], "f16": [5], "m-Q5_K_XL": [6],
+    "UD-Q5_K_XL": [7], "Q6_K": [8, 9], "Q2_K": "no GGUF model of Q2_K; it has m-F16, m-IQ4_XS, m-Q4_K, m-Q5_K_XL, ",
+    "K_M": "no GGUF model of K_M; it has ", "Q4_XS": "no GGUF model of Q4_XS; it has ",
+    "Q5_K_XL": "several GGUF models of Q5_K_XL: m-Q5_K_XL, m-UD-Q5_K_XL; put one of these names behind the colon",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize(
-    ("asked", "found"),
-    [
-        ("Q4_K_M", "m.Q4_K_M.gguf"), ("q4_k_m", "m.Q4_K_M.gguf"), ("Q4_K", "m-Q4_K.gguf"), ("Q8_0", "m_q8_0.gguf"),
-        ("f16", "m-F16.GGUF"), ("Q6_K", "big/m-Q6_K-00001-of-00002.gguf"), ("IQ4_XS", "m-IQ4_XS.gguf"),
-        ("UD-Q5_K_XL", "m-UD-Q5_K_XL.gguf"), ("m-Q5_K_XL", "m-Q5_K_XL.gguf"),
-    ],
-)  # fmt: skip
-def test_a_quantization_behind_the_colon_names_a_gguf_file_of_the_hub_or_its_cache(
-    asked: str, found: str, cached: bool, tmp_path: Path, monkeypatch: Patch
+@pytest.mark.parametrize("asked", CHOSEN)
+def test_what_is_behind_a_colon_names_a_gguf_file_of_the_hub_or_its_cache(
+    asked: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    fetched: list[str] = []
-    hub = fake_hub(tmp_path, None if cached else fetched)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    assert models.resolve_model(f"owner/name:{asked}") == tmp_path / found
-    both = [found, found.replace("00001-of", "00002-of")]
-    assert fetched == ([] if cached else both if "00001" in found else [found])
-    assert models.find_downloaded(f"owner/name:{asked}") == tmp_path / found
-    assert models.find_downloaded("owner/name:Q2_K") is None
-
-
-def fake_hub(folder: Path, fetched: list[str] | None) -> SimpleNamespace:
-    """A hub whose repository is this folder, and notes what is downloaded; None: out of reach, but all is cached."""
-
-    def listed(repository: str) -> list[str]:
-        if fetched is None:
-            raise OSError("no network\nand more lines")
-        return GGUF_FILES
-
     def download(repository: str, file: str) -> str:
-        assert fetched is not None and repository == "owner/name"
         fetched.append(file)
-        return str(folder / file)
+        return str(tmp_path / file)
 
-    (folder / "big").mkdir(exist_ok=True)
+    def out_of_reach(repository: str) -> list[str]:
+        raise OSError("no network\nand more lines")
+
+    fetched: list[str] = []
+    hub = SimpleNamespace(hf_hub_download=download, list_repo_files=lambda repository: GGUF_FILES)
+    hub.snapshot_download = lambda *_, **__: str(tmp_path)  # the cache
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     for file in GGUF_FILES:
-        (folder / file).touch()
-    return SimpleNamespace(
-        list_repo_files=listed, hf_hub_download=download, snapshot_download=lambda *_, **__: str(folder)
-    )
-
-
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ("Q2_K", r"^owner/name has no GGUF model of Q2_K; it has m-Q6_K, m-F16, m-IQ4_XS, m-Q4_K, .*, m_q8_0$"),
-        ("K_M", r"^owner/name has no GGUF model of K_M; it has "),
-        ("Q4_XS", r"^owner/name has no GGUF model of Q4_XS; it has "),
-        ("Q5_K_XL", r"^owner/name has several GGUF models of Q5_K_XL: m-Q5_K_XL, m-UD-Q5_K_XL; put one of these names"),
-    ],
-)
-def test_a_quantization_that_is_no_one_file_is_refused_with_those_there_are(
-    asked: str, says: str, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake_hub(tmp_path, []))
-    with pytest.raises(CheckpointError, match=says):
-        models.resolve_model(f"owner/name:{asked}")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake_hub(tmp_path, None))
-    with pytest.raises(CheckpointError, match=r"^no folder owner/name:\S+, and the hub did not provide it: no netw"):
-        models.resolve_model(f"owner/name:{asked}")
+        (tmp_path / file).touch()
+    name, expected = f"owner/name:{asked}", CHOSEN[asked]
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=f"^owner/name has {expected}"):
+            models.resolve_model(name)
+    else:
+        files = [GGUF_FILES[i] for i in expected]
+        assert models.resolve_model(name) == tmp_path / files[0] and fetched == files
+    hub.list_repo_files = out_of_reach
+    if isinstance(expected, str):
+        assert models.find_downloaded(name) is None
+        with pytest.raises(CheckpointError, match=rf"^no folder {name}, and the hub did not provide it: no network$"):
+            models.resolve_model(name)
+    else:
+        assert models.resolve_model(name) == models.find_downloaded(name) == tmp_path / files[0] and fetched == files
 
 
 # ---- in float8 -------------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ def test_left_out_fields_mean_what_each_format_says() -> None:
     assert (config.head_dim, config.n_kv_heads, config.rope_theta) == (16, 4, 10000.0)
     assert (config.bos_id, config.eos_ids, config.tie_embeddings, config.sliding_window) == (None, (), False, None)
     assert ModelConfig.from_hugging_face(MISTRAL | {"sliding_window": None}, "c").sliding_window is None
+    assert ModelConfig.from_hugging_face(QWEN3 | {"num_key_value_heads": None}, "c").n_kv_heads == 4
 
 
 LEAVABLE = {
@@ -83,12 +84,6 @@ def test_a_field_that_is_left_out_means_what_transformers_takes(kind: str, left_
     theirs = transformers.AutoConfig.for_model(**raw).to_dict() | {"architectures": None}
     assert "rope_parameters" in theirs and {*LEAVABLE} - {"head_dim", "rope_theta", "sliding_window"} <= {*theirs}
     assert ModelConfig.from_hugging_face(raw, "c") == ModelConfig.from_hugging_face(theirs, "c")
-
-
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
-def test_no_number_of_kv_heads_is_that_of_the_heads(family: str) -> None:
-    raw = QWEN3 | {"architectures": [f"{family}ForCausalLM"], "num_key_value_heads": None}
-    assert ModelConfig.from_hugging_face(raw, "c").n_kv_heads == 4
 
 
 @pytest.mark.parametrize(
