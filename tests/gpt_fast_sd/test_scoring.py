@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, SamplingParams
-from tests.helpers import ByteTokenizer, random_ids, tiny_engine
+from gpt_fast_sd.fast.compile import CompiledStep
+from tests.helpers import ByteTokenizer, Patch, few, random_ids, tiny_engine
 
 TEXTS = [random_ids(700), random_ids(130, seed=1), random_ids(2, seed=2), random_ids(257, seed=3)]
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_scores_are_those_of_the_step_that_decodes(compile: bool) -> None:
-    one = tiny_engine(DraftConfig(policy="guided", budget=64, gamma=2), max_seq_len=700 + 8, compile=compile)
+@pytest.mark.parametrize("by", few(["eager", "Dynamo", "Inductor"], ["eager", "Dynamo"]))
+def test_scores_are_those_of_the_step_that_decodes(by: str, monkeypatch: Patch) -> None:
+    if by == "Dynamo":  # runs what it traced
+        monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph.forward)
+    compile, draft = by != "eager", DraftConfig(policy="guided", budget=64, gamma=2)
+    one = tiny_engine(draft, max_seq_len=700 + 8, compile=compile)
     greedy = SamplingParams(max_tokens=8)
     before = [completion.tokens for completion in one.generate(TEXTS, greedy)]
     expected = []

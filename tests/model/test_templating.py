@@ -153,7 +153,7 @@ def test_what_took_too_long_leaves_no_process_and_no_descriptor(monkeypatch: pyt
 @on_linux
 def test_the_process_ends_though_the_one_that_asked_was_killed() -> None:
     program = """
-        templating.SECONDS = 4.0
+        templating.SECONDS = 2.0
         template = echo()
         template.render(say("first"))
         print(*children(), flush=True)

@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from gpt_fast_sd.acceptance import AcceptResult
 from gpt_fast_sd.model import SPLIT, Transformer
 from gpt_fast_sd.policies.config import DraftConfig, gamma_tiers
 from gpt_fast_sd.quantization.table import TABLE
+from measuring import machine
 from measuring.chips import CHIPS, GIB
 from measuring.forecast import System
 from measuring.gpu import cells
@@ -43,6 +46,16 @@ def dry_run(stage: str, **known: Record) -> Record:
     """What the stage finds, through JSON and back."""
     result: Record = json.loads(json.dumps(gpu_suite.STAGES[stage].run(dry_setup(**known))))
     return result
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell script")
+def test_clocks_are_those_of_the_gpu_that_is_used_though_others_are_hidden(tmp_path: Path, monkeypatch: Patch) -> None:
+    (smi := tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "$3, 700 W"\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of-{device}"))
+    assert machine.clocks() == {"driver_version": "--id=GPU-of-0", "power.limit": "700 W"}
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
