@@ -115,13 +115,14 @@ def plan_for(system: System) -> MemoryPlan:
 
 
 def has_room(system: System, gamma: int) -> bool:
-    """Whether rounds of so many drafts, and all that is not built yet, fit beside what an engine holds."""
+    """Whether rounds of so many drafts fit beside what an engine holds that has captured nothing yet."""
     draft = replace(system.draft, gamma=gamma)
     if isinstance(draft, AutoConfig):
         draft = replace(draft, arms=tuple(replace(arm, gamma=gamma) for arm in draft.arms))
     plan = MemoryPlan.of(replace(system, draft=draft, whole=whole_memory(system.device)))
     have = free_memory(system.device)
-    return have is None or plan.total - plan.kv - plan.draft_kv <= have
+    copies_to_come = plan.draft_weights if isinstance(draft, AutoConfig) else 0
+    return have is None or plan.workspace + plan.captured + plan.graphs + plan.reserve + copies_to_come <= have
 
 
 # For 16 rows torch's int4 products take twice as long as bf16's, for one half as long (an H200, benchmarks/h200); in

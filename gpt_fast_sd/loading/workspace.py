@@ -15,6 +15,7 @@ from ..fast import LANES, MOST_TILED, ROWS_AT_ONCE, prefill_splits, split_for
 from ..fast.devices import traits_of
 from ..policies import registry
 from ..policies.config import DraftConfig
+from ..prefill import CHUNK
 from ..quantization.table import matrices_of, precision
 from .system import System
 
@@ -24,6 +25,7 @@ FILTERING_BY_SORT = 8  # the same if `likeliest` sorts, as its body for a CPU do
 DRAWING_ALONE = 6  # as large as [B, V], while one token per row is drawn and nothing was drafted
 DRAWING = 9  # as large as [B, V], while one token per row is drawn: in fp64, from the residual of p and q
 
+LEAST_SCORED = CHUNK // 4  # tokens of a given text whose logits are widened at a time
 SCORES = 4  # as large as scores [B, N, T, S], with the weights made from them
 LOOKUP = 20  # bytes per token of the texts that are searched
 
@@ -43,7 +45,8 @@ class Workspace:
         for name in filter(None, (system.config.quantize, system.draft.quantize)):
             beside = precision(name, system.device).beside
             quantizing = max(quantizing, *(_quantizing(model, beside) for model, _ in system.shapes))
-        return max(max(self.prefilling, self.round, self.observing) + self.widened, packing, quantizing)
+        steps = max(self.prefilling, self.scoring, self.round, self.observing)
+        return max(steps + self.widened, packing, quantizing)
 
     @property
     def captured(self) -> int:
@@ -56,6 +59,14 @@ class Workspace:
         longest = max(self.system.config.max_seq_len, SPLIT)
         chunks = [n for n in traits_of(self.system.device).chunks if n <= longest]
         return max(n * self._token + self._parts(1, n) + self._scores(1, n) for n in chunks)
+
+    @property
+    def scoring(self) -> int:
+        """A chunk of a given text, its logits, and some of these in fp32, twice (see serving/scoring.py)."""
+        vocab = self.system.model.vocab_size
+        logits = (CHUNK * self.system.dtype.itemsize + LEAST_SCORED * 2 * 4) * vocab
+        attending = max(self._parts(1, n) + self._scores(1, n) for n in (CHUNK, LEAST_SCORED))
+        return CHUNK * self._token + logits + attending
 
     @property
     def round(self) -> int:

@@ -15,11 +15,12 @@ from gpt_fast_sd.model import CacheLayer, Transformer
 
 from ..bodies import CORE, Bodies
 from ..kv import DenseKV
+from ..loading.workspace import LEAST_SCORED
 from ..prefill import CHUNK
 from ..steps import size_carrier
 from .scheduling import Schedule
 
-SIZES = CHUNK, CHUNK // 4  # tokens that a step scores: the largest first; a text's end is padded to the least
+SIZES = CHUNK, LEAST_SCORED  # tokens that a step scores: the largest first; a text's end is padded to the least
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Scorer:
         return torch.stack(rows)
 
     def scores(self, ids: Sequence[int], n: int) -> Scores:
-        """Of the last n of ids. Whole chunks before them are prefilled, and kept for a text that begins alike."""
+        """Of the last n of ids. Whole chunks before them are prefilled, and kept as those of any prompt."""
         prefill, at = self.schedule.prefill, (len(ids) - 1 - n) // CHUNK * CHUNK
         prefill.fill(0, ids[:at])
         found = []
@@ -77,9 +78,11 @@ class Scorer:
             logits = self._logits(ids[start : start + size], start, size)
             after = torch.tensor(ids[start + 1 : start + 1 + size], device=logits.device)
             logits, after = (x[max(0, len(ids) - 1 - n - start) :] for x in (logits[: len(after)], after))
-            logits = self.schedule.state.vocabulary.whole(logits).float()  # [T, V]
-            chosen = logits.gather(-1, after[:, None])[:, 0]  # [T]
-            found.append((chosen - logits.logsumexp(-1), chosen >= logits.amax(-1)))
+            for some, those in zip(logits.split(SIZES[-1]), after.split(SIZES[-1]), strict=True):  # as the plan says
+                each = self.schedule.state.vocabulary.whole(some).float()  # [T, V]
+                chosen = each.gather(-1, those[:, None])[:, 0]  # [T]
+                found.append((chosen - each.logsumexp(-1), chosen >= each.amax(-1)))
+                del each
         self.schedule.release(0)
         return Scores(*(torch.cat(parts).cpu() for parts in zip(*found, strict=True)))
 

@@ -11,12 +11,13 @@ from typing import Any
 from .reading import CheckpointError, at_home, first_line, is_gguf, readable_name
 
 HUB_ID = r"\w[\w.-]*/[\w.-]+"
-QUANTIZATION = r"[\w.-]+"  # of a GGUF file in a repository, as llama.cpp and Ollama write it: owner/name:Q4_K_M
+# of a GGUF file in a repository, as llama.cpp and Ollama write it: owner/name:Q4_K_M; or the file's whole name
+QUANTIZATION = r"[\w./-]+"
 MOST_NAMED = 20  # files in a sentence
 
 _SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "tokenizer*", "special_tokens_map.json"]
 _SMALL_FILES += ["added_tokens.json", "chat_template*"]
-_PART = re.compile(r"(.*)-\d{5}-of-\d{5}")
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})")
 
 
 def resolve_model(name: str | Path) -> Path:
@@ -102,24 +103,28 @@ def _cached_gguf(hub: Any, repository: str, quantization: str) -> Path:
 
 
 def choose(repository: str, quantization: str, files: Iterable[str]) -> list[str]:
-    """The parts of the one GGUF model among a repository's files whose name has this word, in any case.
+    """The parts of the one GGUF model among a repository's files that has this name, or this word in it, in any case.
 
-    "Q4_K" is no word of "Q4_K_M", nor "Q4_XS" of "IQ4_XS".
+    "Q4_K" is no word of "Q4_K_M", nor "Q4_XS" of "IQ4_XS". A projector of images (mmproj) is no such model. Where a
+    model is there in one file and in several, it is the one.
     """
-    models: dict[str, list[str]] = {}
+    models: dict[str, dict[str, list[str]]] = {}  # name -> number of its parts, "" for a whole file -> files
     for file in sorted(files):
         stem, dot, ending = file.rpartition(".")
-        if dot and ending.lower() == "gguf":
+        if dot and ending.lower() == "gguf" and not _base(stem).startswith("mmproj"):
             part = _PART.fullmatch(stem)
-            models.setdefault(part[1] if part else stem, []).append(file)
+            models.setdefault(part[1] if part else stem, {}).setdefault(part[2] if part else "", []).append(file)
     begins = r"(?:(?<![^\W])|(?<=_)(?=[a-z]+\d))"  # behind an underscore only what begins as quantizations do
     word = re.compile(rf"{begins}{re.escape(quantization)}(?!\w)", re.IGNORECASE)
     found = [model for model in models if word.search(model)]
-    if len(found) == 1:
-        return models[found[0]]
+    named_so = [model for model in found if quantization.lower() in (model.lower(), _base(model).lower())]
+    if len(one := named_so if len(named_so) == 1 else found) == 1:
+        return min(models[one[0]].items())[1]
     if not models:
         raise CheckpointError(f"{repository} has no GGUF files, so none of {quantization}")
-    named = [readable_name(model.rpartition("/")[2]) for model in found or models]
+    bases = [_base(model) for model in found or models]
+    twice = len({base.lower() for base in bases}) < len(bases)
+    named = [readable_name(name) for name in (found or models if twice else bases)]
     more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
     listed = f"{', '.join(named[:MOST_NAMED])}{more}"
     if found:
@@ -127,3 +132,7 @@ def choose(repository: str, quantization: str, files: Iterable[str]) -> list[str
             f"{repository} has several GGUF models of {quantization}: {listed}; put one of these names behind the colon"
         )
     raise CheckpointError(f"{repository} has no GGUF model of {quantization}; it has {listed}")
+
+
+def _base(path: str) -> str:
+    return path.rpartition("/")[2]

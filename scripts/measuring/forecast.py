@@ -242,7 +242,7 @@ class System:
         return {"plain_ms": plain * 1e3, "round_ms": a_round * 1e3, "speedup": tokens * plain / a_round}
 
     def best(self, draft: DraftConfig, chances: Alpha, batch: int, context: float, e: Efficiency = IDEAL) -> Forecast:
-        """Rounds with the gamma that a configuration fixes, or with the best that gamma "auto" may draft."""
+        """Rounds with the gamma that a configuration fixes, or with the best that gamma "auto" times beforehand."""
         tiers = gamma_tiers(self.model.group_size)[1:] if isinstance(draft.gamma, str) else [draft.gamma]
         return roofline.best_gamma(lambda gamma: self.forecast(draft, chances, batch, context, gamma, e), tiers)
 

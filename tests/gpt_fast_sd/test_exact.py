@@ -99,6 +99,7 @@ def test_any_gamma_and_number_of_slots_gives_the_bits_of_an_engine_without_draft
     one, off = Watched("full", gamma, batch_size=slots), Watched("off", gamma, batch_size=slots)
     if gamma == "auto":
         one.engine.warm_up()
+        assert one.engine.schedule.planner.further == ()  # steps are as wide as the tiers' highest
         tiers = [3, 0, 8, 1, 6]
         one.engine.schedule.planner.choose = lambda n_keys: tiers[one.engine.stats.rounds % 5]  # type: ignore[method-assign]
     assert covers(one.run(PROMPTS, PARAMS), off.run(PROMPTS, PARAMS))

@@ -12,6 +12,7 @@ import torch
 import gpt_fast_sd.fast.cpu.packing as packing
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.bodies import Bodies
+from gpt_fast_sd.config import MAX_GAMMA
 from gpt_fast_sd.fast import pack
 from gpt_fast_sd.fast.devices import TRAITS
 from gpt_fast_sd.fast.triton import stand_ins
@@ -153,7 +154,7 @@ def fill(engine: Engine, length: int, params: SamplingParams = GREEDY, gamma: in
 
 
 def held(policy: str, of: str, patch: Patch, *, length: int, vocab: int, kv_dtype: str = "fp32") -> tuple[int, int]:
-    """The most bytes of a chunk of a prompt, of refreshing a selection and of a round, and the plan's workspace.
+    """The most bytes of a chunk of a prompt, of refreshing, of a round and of scores, and the plan's workspace.
 
     of "cuda": an engine on a CPU that works as on CUDA, except for captures.
     """
@@ -172,7 +173,9 @@ def held(policy: str, of: str, patch: Patch, *, length: int, vocab: int, kv_dtyp
                 assert engine.schedule.rounds.refresh(plan) == (policy == "snapkv") * (1 if of == "cuda" else 3)
         with LiveBytes(of) as live:
             engine.schedule.rounds.device_round(plan)
-    peak = max(prefilling.peak, refreshing.peak, live.peak)
+        with LiveBytes(of) as scoring:
+            engine._scorer.scores([1] * min(length, 300), min(length, 300) - 1)
+    peak = max(prefilling.peak, refreshing.peak, live.peak, scoring.peak)
     return peak, plan_of(engine.config, draft, model.config).workspace
 
 
@@ -286,6 +289,17 @@ def asked(monkeypatch: Patch, have: int | None) -> list[int]:
     for module in ("engine", "loading.load"):
         monkeypatch.setattr(f"gpt_fast_sd.{module}.free_memory", free_memory)
     return held
+
+
+def test_gamma_auto_goes_further_where_there_is_room_for_what_is_not_built_yet(monkeypatch: Patch) -> None:
+    draft = DraftConfig(policy="streaming", budget=64, gamma="auto")
+
+    def further(have: int) -> tuple[int, ...]:
+        monkeypatch.setattr("gpt_fast_sd.loading.fit.free_memory", lambda device: have)
+        return tiny_engine(draft).schedule.rounds.further
+
+    needed = plan_of(tiny_engine(draft).config, replace(draft, gamma=MAX_GAMMA), tiny_config()).workspace
+    assert further(needed) == (12, 16) and further(needed - 1) == ()
 
 
 def test_an_engine_that_is_loaded_asks_for_memory_once(monkeypatch: Patch) -> None:

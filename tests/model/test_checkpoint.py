@@ -473,11 +473,14 @@ def test_the_hub_gives_pickles_only_without_safetensors_or_one_sentence(tmp_path
 
 GGUF_FILES = (
     "README.md m.Q4_K_M.gguf m-Q4_K.gguf m-IQ4_XS.gguf m_q8_0.gguf m-F16.GGUF m-Q5_K_XL.gguf m-UD-Q5_K_XL.gguf "
-    "m-Q6_K-00001-of-00002.gguf m-Q6_K-00002-of-00002.gguf"
+    "m-Q6_K-00001-of-00002.gguf m-Q6_K-00002-of-00002.gguf m-Q5_0.gguf m-Q5_0-v2.gguf m-Q5_0-00001-of-00001.gguf "
+    "a/m-Q2.gguf b/M-Q2.gguf mmproj-m-Q8_0.gguf"
 ).split()
 CHOSEN = {
     "Q4_K_M": [1], "q4_k_m": [1], "Q4_K": [2], "IQ4_XS": [3], "Q8_0": [4], "f16": [5], "m-Q5_K_XL": [6],
-    "UD-Q5_K_XL": [7], "Q6_K": [8, 9], "Q2_K": "no GGUF model of Q2_K; it has m-F16, m-IQ4_XS, m-Q4_K, m-Q5_K_XL, ",
+    "UD-Q5_K_XL": [7], "Q6_K": [8, 9], "m-q5_0": [10], "b/m-q2": [14],
+    "Q2_K": "no GGUF model of Q2_K; it has a/m-Q2, b/M-Q2, m-F16, ",
+    "M-Q2": "several GGUF models of M-Q2: a/m-Q2, b/M-Q2; put one of these names", "mmproj-m-Q8_0": "no GGUF model",
     "K_M": "no GGUF model of K_M; it has ", "Q4_XS": "no GGUF model of Q4_XS; it has ",
     "Q5_K_XL": "several GGUF models of Q5_K_XL: m-Q5_K_XL, m-UD-Q5_K_XL; put one of these names behind the colon",
 }  # fmt: skip
@@ -499,6 +502,7 @@ def test_what_is_behind_a_colon_names_a_gguf_file_of_the_hub_or_its_cache(
     hub.snapshot_download = lambda *_, **__: str(tmp_path)  # the cache
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     for file in GGUF_FILES:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
     name, expected = f"owner/name:{asked}", CHOSEN[asked]
     if isinstance(expected, str):
