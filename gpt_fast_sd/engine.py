@@ -32,6 +32,7 @@ from .serving.lifecycle import Access, kept_by, own_settings, sheltered
 from .serving.requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
 from .serving.scheduling import Schedule
 from .serving.scoring import Scorer, Scores
+from .serving.service import Service, Submission
 from .serving.stats import EngineStats
 from .state import BatchState
 
@@ -55,15 +56,10 @@ class Engine:
 
     @own_settings()
     def __init__(
-        self,
-        model: Transformer,
-        tokenizer: Tokenizer | None = None,
-        config: EngineConfig | None = None,
-        draft: DraftConfig | None = None,
-        draft_model: Transformer | None = None,
-        parallel: Parallel | None = None,
+        self, model: Transformer, tokenizer: Tokenizer | None = None, config: EngineConfig | None = None,
+        draft: DraftConfig | None = None, draft_model: Transformer | None = None, parallel: Parallel | None = None,
         plan: MemoryPlan | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take a model already on its device, in its dtype; ValueError if the configuration does not fit it.
 
         parallel: the processes that hold the model together, each with its part (by `Group.load` or `Group.shard`, for
@@ -95,7 +91,7 @@ class Engine:
         self._prefill, self._access = Prefill(self.target), Access(self.device)
         self._compile_seconds: float | None = None  # None: the steps are not compiled yet
         self.schedule = Schedule(self._prefill, self.state, rounds_for(*made), self.parallel)
-        self._scorer = Scorer(self.schedule)
+        self._scorer, self._service = Scorer(self.schedule), Service(self)
         self.parallel.close_before(self)
 
     def __enter__(self) -> Engine:
@@ -149,13 +145,9 @@ class Engine:
     @classmethod
     @own_settings()
     def from_pretrained(
-        cls,
-        model: str | Path,
-        config: EngineConfig | None = None,
-        draft: DraftConfig | None = None,
-        *,
+        cls, model: str | Path, config: EngineConfig | None = None, draft: DraftConfig | None = None, *,
         parallel: Parallel | None = None,
-    ) -> Engine:
+    ) -> Engine:  # fmt: skip
         """Load "bundled", "smollm2", a folder, a GGUF file or a hub id.
 
         ValueError or FileNotFoundError, in one sentence, if that fails.
@@ -244,6 +236,14 @@ class Engine:
         """
         self._access.require_open()
         return sheltered(self._run(self._intake.queue(prompts, params), speculate))
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Submission:
+        """Decode a prompt beside those of other threads, in a thread of the engine's own; ValueError before any work.
+
+        Any thread may call it; other calls are refused until all that was submitted has ended. Iterate over what it
+        returns, also by `async for`; see Submission.
+        """
+        return self._service.submit(prompt, params)
 
     @own_settings()
     @torch.inference_mode()

@@ -296,8 +296,8 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     for family, positions, more in (
         ("LlamaForCausalLM", 2048, {}),
         ("MistralForCausalLM", 131072, {"num_key_value_heads": 8, "sliding_window": 4096}),
-        ("Qwen2ForCausalLM", 32768, {"num_key_value_heads": 32}),
-        ("Qwen3ForCausalLM", 32768, {"num_key_value_heads": 32, "head_dim": 128}),
+        ("Qwen2ForCausalLM", 32768, {"num_key_value_heads": 32, "max_window_layers": 28}),
+        ("Qwen3ForCausalLM", 32768, {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28}),
     )
 }
 _FAMILY_OF = {  # (qkv_bias, o_bias, qk_norm, sliding window)

@@ -90,7 +90,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt"),
     (BLOCKS | {"weight_block_size": [0, 128]}, r"fp8, in blocks of \[0, 128\]"),
     (BLOCKS | {"weight_block_size": [128, True]}, r"fp8, in blocks of \[128, True\]"),
-    (BLOCKS | {"fmt": "e5m2"}, r"fp8, in blocks of \[16, 24\]"),
+    (BLOCKS | {"fmt": "e5m2"}, r"fp8, in blocks of \[16, 24\], with fmt 'e5m2'"),
     ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8"),
     (compressed_tensors(format="pack-quantized", config_groups=_group(type="int", num_bits=4, strategy="group")),
      "compressed-tensors pack-quantized, 4 bits"),

@@ -80,6 +80,14 @@ def test_python_that_a_page_shows_names_what_there_is(page: str) -> None:
     assert found == {*classes}
 
 
+@pytest.mark.slow
+def test_python_that_shows_how_it_is_used_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    for code in re.findall(r"```python\n(.*?)```", text_of("docs/use.md"), re.S):
+        exec(compile(code, "docs/use.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert "Bob cancelled" in said and "Ann length 200" in said and "Cleo length 200" in said
+
+
 def commands() -> Iterator[tuple[str, list[str]]]:
     """Each command of the pages that runs a program of ours: the page, and its words."""
     for page in PAGES:

@@ -17,7 +17,7 @@ from .cuda_graphs import OUT_OF_MEMORY, GraphPool, is_of_capturing
 from .scheduling import Schedule
 
 Event = TypeVar("Event")
-BUSY = "the engine is still streaming: exhaust or close that stream first"
+BUSY = "the engine is still streaming, or at work in another thread: exhaust or close that stream first"
 
 
 class Access:

@@ -42,7 +42,7 @@ class Completion:
     index: int
     tokens: list[int]
     text: str
-    finish_reason: str  # "stop": EOS or a stop string; "length": max_tokens
+    finish_reason: str  # "stop": EOS or a stop string; "length": max_tokens; "cancelled": see Submission.cancel
     stats: CompletionStats
 
 
@@ -142,6 +142,16 @@ class Request:
             index=self.index, tokens=list(tokens[:taken]), text="".join(pieces), pieces=pieces,
             sources=list(sources[:taken]), drafted=judged, accepted=accepted, refused=list(refused),
             completion=self.completion() if self.finish_reason else None,
+        )  # fmt: skip
+
+    def cancel(self) -> TokenEvent:
+        """End it with the tokens it has."""
+        self.finish_reason = "cancelled"
+        shown = self._settle(self.decoder.flush() if self.decoder else "")
+        self.text, self.finish_reason = self.text + shown, "cancelled"  # not "stop", though the end may show one
+        return TokenEvent(
+            index=self.index, tokens=[], text=shown, pieces=[], sources=[], drafted=0, accepted=0,
+            completion=self.completion(),
         )  # fmt: skip
 
     def _take(self, token: int) -> str:
@@ -296,14 +306,19 @@ class Intake:
             which = (
                 f"{len(ids):,} tokens given" if not first else f"{len(ids) - first:,} tokens of {name} behind the first"
             )
-            raise ValueError(f"last must be from 1 to the {which}, got {last!r}")
+            got = " ".join(repr(last).split())[:80]
+            raise ValueError(f"last must be a whole number from 1 to the {which}, got {got}")
         return ids, len(ids) - first if last is None else last
 
     def texts(self, texts: Any, last: Any) -> list[tuple[list[int], int]]:
         """Texts to be scored, last one for all or one each -> of each its ids, and how many are scored."""
         if isinstance(texts, str) or not isinstance(texts, Sequence):
-            raise ValueError(f"texts must be a list of texts or of lists of token ids, got {texts!r:.80}")
-        each = last if isinstance(last, Sequence) and not isinstance(last, str) else [last] * len(texts)
+            got = " ".join(repr(texts).split())[:80]
+            raise ValueError(f"texts must be a list of texts or of lists of token ids, got {got}")
+        if not (last is None or type(last) is int or isinstance(last, Sequence)) or isinstance(last, str | bytes):
+            got = " ".join(repr(last).split())[:80]
+            raise ValueError(f"last must be a whole number, or a list of one for each text, got {got}")
+        each = last if isinstance(last, Sequence) else [last] * len(texts)
         if len(each) != len(texts):
             raise ValueError(f"{len(texts)} texts need one last, or one each, got {len(each)}")
         return [self.scored(text, n, f"text {i}", 1) for i, (text, n) in enumerate(zip(texts, each, strict=True))]

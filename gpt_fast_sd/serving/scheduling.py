@@ -43,6 +43,7 @@ class Schedule:
         self.slots: list[Request | None] = [None] * prefill.runner.shape[1]  # what is decoded
         self.arrival: Arrival | None = None  # what is being prefilled, into a slot that is None above
         self.in_flight: deque[InFlightRound] = deque()
+        self._cancelled = set[int]()  # indices of requests, some of which may have ended
         self.n_rounds = 0  # launched, in all calls
         self._follows_a_draft, self._drafted_at = False, dict[int, int]()  # see RoundPlan
         self.stats = EngineStats()
@@ -103,6 +104,7 @@ class Schedule:
             self.planner.begin()
         self._chosen, self._graphs_before = None, self.graphs
         self._told = 0.0, 0.0
+        self._cancelled.clear()
         while not waiting.over or self.arrival or any(self.slots):
             require_open()
             yield from self._refill(waiting)
@@ -130,6 +132,7 @@ class Schedule:
 
         Until then nothing has to wait: rows that can begin together do, so the first rounds are as full as later ones.
         """
+        yield from self._end_cancelled()
         while self.arrival or (None in self.slots and not waiting.over):
             request = None if self.arrival else self._next(waiting)
             if not (self.arrival or request):
@@ -139,6 +142,22 @@ class Schedule:
                 self._admit(request)
             if self._fill() and any(row.rounds for row in self.slots if row):
                 return
+            yield from self._end_cancelled()
+
+    def cancel(self, index: int) -> None:
+        """End a request before the next round or chunk of a prompt, if it is at work. Any thread may call it."""
+        self._cancelled.add(index)
+
+    def _end_cancelled(self) -> Iterator[TokenEvent]:
+        """Free the slots of requests that were cancelled."""
+        while self._cancelled:
+            index = self._cancelled.pop()
+            if self.arrival and self.arrival.request.index == index:
+                self.slots[self.arrival.slot], self.arrival = self.arrival.request, None
+            for slot, request in enumerate(self.slots):
+                if request and request.index == index:
+                    self.release(slot)
+                    yield request.cancel()
 
     def _next(self, waiting: Waiting) -> Request | None:
         """The next request; None if there is none now."""

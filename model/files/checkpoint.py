@@ -402,9 +402,10 @@ class Weights:
             if self._is_float8(name):
                 self._check_scale(scale_name(name, self.block), shape)
             elif dtype not in file.readable:
-                raise CheckpointError(
-                    f"{path}: {name} is stored as {dtype}, but only {', '.join(file.readable)} can be read"
-                )
+                scale, what = scale_name(name, self.block), f"only {', '.join(file.readable)} can be read"
+                if self.scaled and dtype == FLOAT8 and scale not in self._file:
+                    what = f"{scale} is missing"
+                raise CheckpointError(f"{path}: {name} is stored as {dtype}, but {what}")
         extra = [
             n for n in self._file
             if n not in asked and n not in scales and not n.endswith("rotary_emb.inv_freq")

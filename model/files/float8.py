@@ -40,6 +40,8 @@ def is_stored_in_float8(raw: Mapping[str, Any]) -> bool:
     words = [str(word) for word in (method, found.get("format")) if word]
     name = f"{' '.join(' '.join(words).split()):.80}" or "of no known kind"
     blocks = f", in blocks of {found['weight_block_size']!s:.80}" if found.get("weight_block_size") else ""
+    if found.get("fmt", "e4m3") != "e4m3":
+        blocks += f", with fmt {found['fmt']!r:.80}"
     raise ValueError(
         f"quantization_config is {name}{f', {bits} bits' if bits else ''}{blocks}, which is not read (only {READ}); "
         f"load the unquantized checkpoint and use quantize={'int4' if bits == 4 else 'int8'!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ HUB_ID = r"\w[\w.-]*/[\w.-]+"
 # of a GGUF file in a repository, as llama.cpp and Ollama write it: owner/name:Q4_K_M; or the file's whole name
 QUANTIZATION = r"[\w./-]+"
 MOST_NAMED = 20  # files in a sentence
+LONGEST = 255  # bytes of a file's name, on all usual systems
 
 _SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "tokenizer*", "special_tokens_map.json"]
 _SMALL_FILES += ["added_tokens.json", "chat_template*"]
@@ -25,8 +27,10 @@ def resolve_model(name: str | Path) -> Path:
 
     The id of a repository is its folder; with a colon and a quantization, one of its GGUF files.
     """
-    folder = at_home(Path(name))
-    if is_gguf(folder):
+    folder, asked = at_home(Path(name)), re.fullmatch(f"({HUB_ID})(?::({QUANTIZATION}))?", str(name))
+    if any(len(os.fsencode(part)) > LONGEST for part in folder.parts):
+        raise CheckpointError(f"{readable_name(str(name))} is too long for a name: {LONGEST} bytes between two slashes")
+    if is_gguf(folder) and (folder.is_file() or asked is None or not asked[2]):
         if not folder.is_file():
             raise CheckpointError(f"there is no file {folder}")
         return folder
@@ -40,7 +44,6 @@ def resolve_model(name: str | Path) -> Path:
         raise CheckpointError(
             f"{folder} is a file; a model is a folder with config.json and weights, or a file whose name ends in .gguf"
         )
-    asked = re.fullmatch(f"({HUB_ID})(?::({QUANTIZATION}))?", str(name))
     if asked is None:
         raise CheckpointError(
             f"no folder {folder}, and {str(name)!r} is not a hub id of the form owner/name or owner/name:Q4_K_M"
@@ -72,9 +75,9 @@ def resolve_model(name: str | Path) -> Path:
 def find_downloaded(name: str) -> Path | None:
     """What `resolve_model` would read of a hub id, None if it is not there yet or the name is another."""
     asked = re.fullmatch(f"({HUB_ID})(?::({QUANTIZATION}))?", name)
-    if at_home(Path(name)).exists() or asked is None:
-        return None
     with contextlib.suppress(ImportError, OSError, ValueError):
+        if at_home(Path(name)).exists() or asked is None:
+            return None
         import huggingface_hub as hub
 
         if asked[2]:
@@ -89,9 +92,12 @@ def _gguf_of(hub: Any, repository: str, quantization: str) -> Path:
     try:
         files = hub.list_repo_files(repository)
     except Exception as error:
-        with contextlib.suppress(OSError, ValueError):
+        try:
             return _cached_gguf(hub, repository, quantization)
-        raise error
+        except CheckpointError as unsuitable:
+            raise CheckpointError(f"{unsuitable}; that is its cache, as the hub is out of reach") from error
+        except (OSError, ValueError):
+            raise error from None
     parts = [hub.hf_hub_download(repository, file) for file in choose(repository, quantization, files)]
     return Path(parts[0])
 
@@ -115,11 +121,14 @@ def choose(repository: str, quantization: str, files: Iterable[str]) -> list[str
             part = _PART.fullmatch(stem)
             models.setdefault(part[1] if part else stem, {}).setdefault(part[2] if part else "", []).append(file)
     begins = r"(?:(?<![^\W])|(?<=_)(?=[a-z]+\d))"  # behind an underscore only what begins as quantizations do
-    word = re.compile(rf"{begins}{re.escape(quantization)}(?!\w)", re.IGNORECASE)
+    name = re.sub(r"\.gguf$", "", quantization, flags=re.IGNORECASE)
+    word = re.compile(rf"{begins}{re.escape(name)}(?!\w)", re.IGNORECASE)
     found = [model for model in models if word.search(model)]
-    named_so = [model for model in found if quantization.lower() in (model.lower(), _base(model).lower())]
-    if len(one := named_so if len(named_so) == 1 else found) == 1:
-        return min(models[one[0]].items())[1]
+    same = [model for model in found if name in (model, _base(model))]
+    alike = [model for model in found if name.lower() in (model.lower(), _base(model).lower())]
+    for one in (same, alike, found):
+        if len(one) == 1:
+            return min(models[one[0]].items())[1]
     if not models:
         raise CheckpointError(f"{repository} has no GGUF files, so none of {quantization}")
     bases = [_base(model) for model in found or models]

@@ -296,7 +296,7 @@ def test_logits_refuse_what_cannot_run() -> None:
         with pytest.raises(ValueError, match=sentence):
             one.logits(tokens)
     for last in ("x", 1.5, True, 0, 4):
-        with pytest.raises(ValueError, match="last must be from 1 to the 3 tokens given, got"):
+        with pytest.raises(ValueError, match="last must be a whole number from 1 to the 3 tokens given, got"):
             one.logits([1, 2, 3], last=last)
 
 

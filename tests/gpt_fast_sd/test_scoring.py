@@ -44,8 +44,10 @@ def test_texts_that_cannot_be_scored_are_refused_before_any_work() -> None:
         ([[1, 258]], None, "text 0 holds token id 258"),
         (["text"], None, "text 0 is text, but this model has no tokenizer"),
         ([[1] * 101], None, "text 0: 101 tokens do not fit, max_seq_len is 100"),
-        ([[1, 2]], 2, "last must be from 1 to the 1 tokens of text 0 behind the first, got 2"),
-        ([[1, 2]], True, "behind the first, got True"),
+        ([[1, 2]], 2, "last must be a whole number from 1 to the 1 tokens of text 0 behind the first, got 2"),
+        ([[1, 2]], True, "one for each text, got True"),
+        ([[1, 2]], b"\1", "last must be a whole number, or a list of one for each text, got b"),
+        ([], "x", "last must be a whole number, or a list of one for each text, got 'x'"),
         ([[1, 2]] * 2, [1], "2 texts need one last, or one each, got 1"),
     ]
     for texts, last, sentence in refused:

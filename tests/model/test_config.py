@@ -96,7 +96,7 @@ def test_a_field_that_is_left_out_means_what_transformers_takes(kind: str, left_
         (LLAMA | {"attention_bias": 1}, "attention_bias is 1, but it must be true or false"),
         *((raw | {"attention_bias": True}, "attention_bias is True, but it must be False") for raw in (QWEN3, MISTRAL)),
         (LLAMA | {"mlp_bias": True}, "mlp_bias is True"),
-        (QWEN3 | {"use_sliding_window": True}, "use_sliding_window is True"),
+        (QWEN3 | {"use_sliding_window": True, "num_hidden_layers": 29}, "use_sliding_window is True"),
         (QWEN3 | {"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window is True, but it must be Fa"),
         (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'slid"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but it must be 1.0"),

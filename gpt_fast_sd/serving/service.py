@@ -1,0 +1,226 @@
+"""Requests of any thread, decoded together: one thread streams them through the engine while there are some.
+
+submit (any thread) -> inbox -> Engine.stream (the service's thread) -> Submission (any thread, or an event loop)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from gpt_fast_sd.tp import Parallel
+
+from ..config import SamplingParams
+from .lifecycle import BUSY
+from .requests import Completion, Prompt, TokenEvent
+from .scheduling import Schedule
+from .stats import CompletionStats
+
+LINGER = 5.0  # seconds that a thread with nothing to do waits for more
+RETRY = 0.01  # seconds until a thread asks again whether another call has ended
+
+
+class Streams(Protocol):
+    """An engine, as far as requests are handed to it."""
+
+    device: torch.device
+    parallel: Parallel
+    schedule: Schedule
+
+    def check(self, prompts: list[Prompt], params: SamplingParams | None = None) -> None:
+        """ValueError or RuntimeError for what cannot run."""
+
+    def stream(self, prompts: Iterator[tuple[Prompt, SamplingParams] | None]) -> Iterator[TokenEvent]:
+        """See Engine.stream."""
+        ...
+
+
+class Submission:
+    """A request that was submitted: an iterator over its events, once, in any thread or as `async for`.
+
+    An error that ends the engine's work is raised there. Leaving the iterator half-way cancels the request.
+    """
+
+    def __init__(self, service: Service, index: int, prompt: Prompt, params: SamplingParams) -> None:
+        self.index = index  # of the engine's submissions, also of its events
+        self.prompt, self.params = prompt, params
+        self._service = service
+        self._events = queue.SimpleQueue[TokenEvent | BaseException]()
+        self._wake: Callable[[], object] | None = None  # of an event loop that waits for an event
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        """Wait for each event."""
+        try:
+            while True:
+                event = _raised(self._events.get())
+                yield event
+                if event.completion:
+                    return
+        finally:
+            self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        """Wait for each event, while other tasks of the loop run."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
+        try:
+            while True:
+                arrived.clear()  # before looking: what comes later sets it
+                try:
+                    event = _raised(self._events.get_nowait())
+                except queue.Empty:
+                    await arrived.wait()
+                    continue
+                yield event
+                if event.completion:
+                    return
+        finally:
+            self._wake = None
+            self.cancel()
+
+    def result(self) -> Completion:
+        """Wait until it has ended."""
+        return next(event.completion for event in self if event.completion)
+
+    def cancel(self) -> None:
+        """End it before the next round with finish_reason "cancelled", if it has not ended; it frees its slot."""
+        self._service.cancel(self)
+
+    def put(self, event: TokenEvent | BaseException) -> None:
+        """Hand over an event, or what ended the work."""
+        self._events.put(event)
+        if wake := self._wake:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                wake()
+
+
+class Service:
+    """Hands submissions to an engine's stream, in a thread that is there while it has work."""
+
+    def __init__(self, engine: Streams) -> None:
+        self._engine = weakref.ref(engine)
+        self._changed = threading.Condition()  # its lock is that of all below
+        self._inbox = deque[Submission]()  # what the stream has not taken yet
+        self._at_work = dict[int, Submission]()  # by index in the stream that runs
+        self._n_taken = 0  # by that stream
+        self._n = 0  # submissions so far
+        self._thread: threading.Thread | None = None
+        self._ending = False  # the program ends
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None) -> Submission:
+        """See Engine.submit."""
+        engine = self._engine()
+        assert engine
+        if engine.parallel.tp > 1:
+            raise ValueError("requests are submitted to an engine of one process: ranks must make the same calls")
+        engine.check([prompt], params)
+        with self._changed:
+            one = Submission(self, self._n, prompt, params or SamplingParams())
+            self._n += 1
+            self._inbox.append(one)
+            self._changed.notify()
+            if self._thread is None:
+                name, device = "Engine.submit", engine.device
+                self._thread = threading.Thread(target=self._work, args=(device,), daemon=True, name=name)
+                self._thread.start()
+                atexit.unregister(self._end)
+                atexit.register(self._end)
+        return one
+
+    def cancel(self, one: Submission) -> None:
+        """See Submission.cancel."""
+        with self._changed:
+            if one in self._inbox:
+                self._inbox.remove(one)
+                one.put(_never_begun(one.index))
+            for index, other in self._at_work.items():
+                if other is one and (engine := self._engine()):
+                    engine.schedule.cancel(index)
+
+    def _end(self) -> None:
+        """The program ends: so does what is at work, as its thread would be torn out of a kernel."""
+        with self._changed:
+            self._ending, all_of_them = True, [*self._inbox, *self._at_work.values()]
+        for one in all_of_them:
+            self.cancel(one)
+        with self._changed:
+            self._changed.notify()
+        if self._thread:
+            self._thread.join(timeout=60)
+
+    def _work(self, device: torch.device) -> None:
+        """Stream while there are requests; end after a while without any."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._inbox or self._ending, LINGER) or not self._inbox:
+                    self._thread = None
+                    return
+                self._n_taken = 0
+            if (engine := self._engine()) is None:
+                return
+            try:
+                for event in engine.stream(self._prompts()):
+                    self._hand_over(event)
+            except BaseException as error:  # each of them waits for an answer
+                if str(error) == BUSY and not self._n_taken:
+                    time.sleep(RETRY)
+                else:
+                    self._fail(error)
+            del engine
+
+    def _prompts(self) -> Iterator[tuple[Prompt, SamplingParams] | None]:
+        """What the stream takes: the oldest request; None while others are at work; it ends when all have ended."""
+        while True:
+            with self._changed:
+                if not (self._inbox or self._at_work):
+                    return
+                one = self._inbox.popleft() if self._inbox else None
+                if one:
+                    self._at_work[self._n_taken] = one
+                    self._n_taken += 1
+            yield (one.prompt, one.params) if one else None
+
+    def _hand_over(self, event: TokenEvent) -> None:
+        """Give an event to whoever submitted the request, as one of that submission."""
+        with self._changed:
+            one = self._at_work.pop(event.index) if event.completion else self._at_work[event.index]
+        completion = replace(event.completion, index=one.index) if event.completion else None
+        one.put(replace(event, index=one.index, completion=completion))
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell everyone who waits what ended the work."""
+        with self._changed:
+            failed = [*self._at_work.values(), *self._inbox]
+            self._at_work.clear()
+            self._inbox.clear()
+        for one in failed:
+            one.put(error)
+
+
+def _raised(event: TokenEvent | BaseException) -> TokenEvent:
+    """An event; an error is raised."""
+    if isinstance(event, BaseException):
+        raise event
+    return event
+
+
+def _never_begun(index: int) -> TokenEvent:
+    """The only event of a request that was cancelled while it waited."""
+    stats = CompletionStats(rounds=0, emitted=0, drafted_by_position=(), accepted_by_position=())
+    completion = Completion(index=index, tokens=[], text="", finish_reason="cancelled", stats=stats)
+    return TokenEvent(
+        index=index, tokens=[], text="", pieces=[], sources=[], drafted=0, accepted=0, completion=completion
+    )

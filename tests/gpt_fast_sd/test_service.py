@@ -1,0 +1,160 @@
+"""What several threads and an event loop submit is decoded together, as `generate` decodes it."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+from typing import Any
+
+import pytest
+
+from gpt_fast_sd import DraftConfig, Engine, SamplingParams, TokenEvent
+from gpt_fast_sd.serving import service
+from tests.helpers import ByteTokenizer, Patch, random_ids, tiny_engine
+
+PROMPTS = [random_ids(n, seed=n) for n in (40, 3, 300, 21, 7)]
+PARAMS = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=9, temperature=0.8, seed=3)]
+LONG = SamplingParams(max_tokens=400)
+
+
+def an_engine(**settings: Any) -> Engine:
+    return tiny_engine(DraftConfig(policy="streaming", budget=32, gamma=2), **settings)
+
+
+def test_threads_get_what_generate_gives_and_other_calls_wait_for_their_turn() -> None:
+    one = an_engine()
+    jobs = [(prompt, PARAMS[i % 2]) for i, prompt in enumerate(PROMPTS * 4)]
+    expected = [completion.tokens for completion in one.generate(jobs)]
+    got: dict[int, list[TokenEvent]] = {}
+
+    def user(i: int) -> None:
+        got[i] = list(one.submit(*jobs[i]))
+
+    threads = [threading.Thread(target=user, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, events in got.items():
+        assert [token for event in events for token in event.tokens] == expected[i]
+        assert events[-1].completion and events[-1].completion.tokens == expected[i]
+        assert len({event.index for event in events}) == 1 and events[-1].completion.index == events[0].index
+    assert len({events[0].index for events in got.values()}) == len(jobs)
+    busy = one.submit(PROMPTS[0], LONG)
+    next(iter(busy))
+    with pytest.raises(RuntimeError, match="still streaming"):
+        for _ in range(3):  # it may just have ended
+            one.generate([PROMPTS[0]], PARAMS[0])
+
+
+def test_what_is_submitted_while_another_call_is_at_work_is_decoded_after_it() -> None:
+    one = an_engine()
+    stream = one.stream([PROMPTS[0]], PARAMS[0])
+    next(stream)
+    waiting = one.submit(PROMPTS[1], PARAMS[0])
+    left = [event.completion for event in stream][-1]
+    assert left and left.finish_reason == "length" and waiting.result().finish_reason == "length"
+
+
+def test_a_request_is_cancelled_wherever_it_is_and_others_go_on_as_they_were() -> None:
+    one = an_engine(batch_size=2, max_seq_len=4_096)
+    [alone] = one.generate([PROMPTS[0]], LONG)
+    stays, goes, filled, waits = (
+        one.submit(prompt, LONG) for prompt in (PROMPTS[0], PROMPTS[1], random_ids(3_600), PROMPTS[3])
+    )
+    events = iter(goes)
+    first = next(events)
+    waits.cancel()
+    goes.cancel()
+    filled.cancel()
+    *_, last = [first, *events]
+    assert last.completion and last.completion.finish_reason == "cancelled"
+    assert 0 < last.completion.stats.emitted < 400 and last.completion.stats.emitted == len(last.completion.tokens)
+    for each in (waits, filled):
+        ended = each.result()
+        assert (ended.finish_reason, ended.tokens, ended.stats.rounds) == ("cancelled", [], 0)
+    assert stays.result().tokens == alone.tokens
+    stays.cancel()  # it has ended
+    assert one.submit(PROMPTS[1], PARAMS[0]).result().finish_reason == "length"
+
+
+def test_text_that_a_stop_string_held_back_is_shown_when_it_is_cancelled() -> None:
+    one = an_engine(tokenizer=ByteTokenizer())
+    [whole] = one.generate(["abc"], SamplingParams(max_tokens=100))
+    stream = one.stream(["abc"], SamplingParams(max_tokens=100, stop=whole.text))  # nothing is shown before its end
+    texts = []
+    for event in stream:
+        texts.append(event.text)
+        one.schedule.cancel(0)
+        last = event
+    assert last.completion and last.completion.finish_reason == "cancelled"
+    assert "".join(texts) == last.completion.text and whole.text.startswith(last.completion.text.rstrip("\ufffd"))
+
+
+def test_an_event_loop_serves_users_of_whom_one_leaves() -> None:
+    one = an_engine(batch_size=3, max_seq_len=800)
+    expected = [completion.tokens for completion in one.generate(PROMPTS[:2], PARAMS[0])]
+
+    async def user(prompt: list[int], leaves: bool) -> list[int]:
+        tokens: list[int] = []
+        async for event in one.submit(prompt, LONG if leaves else PARAMS[0]):
+            tokens += event.tokens
+        return tokens
+
+    async def all_of_them() -> list[Any]:
+        leaving = asyncio.create_task(user(PROMPTS[2], True))
+        others = [asyncio.create_task(user(prompt, False)) for prompt in PROMPTS[:2]]
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        return await asyncio.gather(*others, leaving, return_exceptions=True)
+
+    *got, left = asyncio.run(all_of_them())
+    assert got == expected and isinstance(left, asyncio.CancelledError)
+    assert one.submit(PROMPTS[1], PARAMS[0]).result().tokens == expected[1]  # a slot is free
+
+
+def test_what_cannot_run_is_refused_where_it_is_submitted_and_ends_no_one_elses() -> None:
+    one = an_engine()
+    good = one.submit(PROMPTS[0], LONG)
+    for prompt, params, said in (([], None, "is empty"), ([999], None, "token id 999"), ("a", None, "no tokenizer"),
+                                 ([1], SamplingParams(max_tokens=600), "over max_seq_len 512")):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            one.submit(prompt, params)
+    assert good.result().finish_reason == "length"
+    one.close()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        one.submit([1])
+
+
+def test_a_failure_is_raised_where_events_are_waited_for_and_the_next_request_runs(monkeypatch: Patch) -> None:
+    one = an_engine()
+    with monkeypatch.context() as within:
+        within.setattr(one.schedule.rounds, "launch", lambda *args, **how: 1 / 0)
+        for each in [one.submit(prompt, PARAMS[0]) for prompt in PROMPTS]:
+            with pytest.raises(ZeroDivisionError):
+                each.result()
+    assert one.submit(PROMPTS[0], PARAMS[0]).result().finish_reason == "length"
+
+
+def test_the_thread_ends_when_nothing_comes_and_begins_again(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(service, "LINGER", 0.01)
+    one, threads = an_engine(), list[threading.Thread | None]()
+    for _ in range(2):
+        assert one.submit(PROMPTS[0], PARAMS[0]).result().tokens
+        if thread := one._service._thread:
+            thread.join(10)
+            threads.append(thread)
+        assert one._service._thread is None
+    assert not any(thread.is_alive() for thread in threads if thread)
+
+
+def test_a_program_may_end_while_requests_are_at_work() -> None:
+    program = """
+        from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+        one = Engine.from_pretrained("bundled", EngineConfig(device="cpu", compile=False, max_seq_len=4096))
+        at_work = [one.submit("It was", SamplingParams(max_tokens=4000, ignore_eos=True)) for _ in range(20)]
+        print(next(iter(at_work[0])).tokens)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("[") and not done.stderr, done.stderr
