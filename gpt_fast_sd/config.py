@@ -63,6 +63,12 @@ def countable(name: str, value: int) -> None:
         raise ValueError(f"{name} must be at most {MOST:,}, got {value}")
 
 
+def require_kind(name: str, value: object, kind: type) -> None:
+    """ValueError if a configuration is none of this kind."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {kind.__name__}(...), got {' '.join(repr(value).split()):.80}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How the target model runs.
@@ -126,13 +132,17 @@ class SamplingParams:
     max_drafts: int | None = flag_field(
         None, "drafts that a row may keep in a round; 0: it decodes plainly beside others", unset="all", metavar="N"
     )
-    stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
+    stop_token_ids: Sequence[int] | None = flag_field(
+        None, "end at this token, too; may be repeated", flag="stop_token_id"
+    )
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # of which a number may be numpy's or torch's
+            object.__setattr__(self, name, value.item() if hasattr(value, "item") else value)
         at_least_one("max_tokens", self.max_tokens)
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)  # numpy's fp64 is a float, too
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number and not (value is None and name != "temperature"):
                 raise ValueError(f"{name} must be a number, got {value!r:.80}")
         if not 0.0 <= self.temperature <= 3.4e38:  # fp32 holds no more
@@ -149,10 +159,16 @@ class SamplingParams:
             raise ValueError(f"max_drafts must be a whole number of at least 0, got {self.max_drafts!r:.80}")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r:.80}")
-        stops = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
-        stops = tuple(stops) if isinstance(stops, Sequence) else (stops,)
+        stops, ids = self.stop_strings, self.stop_token_ids
+        if ids is not None and not (isinstance(ids, Sequence) and all(type(i) is int and i >= 0 for i in ids)):
+            raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r:.80}")
         if not all(isinstance(s, str) and s for s in stops):
             raise ValueError(f"stop must be a non-empty string or several, got {self.stop!r}")
         if half := next((c for s in stops for c in s if 0xD800 <= ord(c) < 0xE000), None):
             raise ValueError(f"stop holds U+{ord(half):04X}, half a character, which no text has, got {self.stop!r}")
-        object.__setattr__(self, "stop_strings", stops)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Those of stop."""
+        several = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
+        return tuple(self.stop or ()) if several or self.stop is None else (self.stop,)  # type: ignore[return-value]

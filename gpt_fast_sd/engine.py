@@ -18,7 +18,7 @@ from gpt_fast_sd.model import SPLIT, CacheFormat, Tokenizer, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary
 
 from .acceptance import Override
-from .config import EngineConfig, SamplingParams
+from .config import EngineConfig, SamplingParams, require_kind
 from .fast.devices import traits_of
 from .loading import MemoryPlan, System, free_memory, plan_for, require_fit, require_plain, target_of
 from .loading.load import load
@@ -29,7 +29,7 @@ from .serving.calibration import warm_up
 from .serving.cuda_graphs import GraphPool
 from .serving.launch import rounds_for
 from .serving.lifecycle import Access, kept_by, own_settings, sheltered
-from .serving.requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
+from .serving.requests import Completion, Intake, Params, Prompt, Prompts, RoundEvent, TokenEvent, Waiting
 from .serving.scheduling import Schedule
 from .serving.scoring import Scorer, Scores
 from .serving.service import Service, Submission
@@ -68,6 +68,8 @@ class Engine:
         """
         cfg = self.config = config or EngineConfig()
         self.draft = draft or DraftConfig()
+        require_kind("config", cfg, EngineConfig)
+        require_kind("draft", self.draft, DraftConfig)
         self.model = model
         self.device, self.dtype = model.embedding.weight.device, model.embedding.weight.dtype
         self.dtype_name = dtype_name(self.dtype)
@@ -107,7 +109,6 @@ class Engine:
         """End work in progress and free captured rounds; from now on calls are refused. It may be called twice.
 
         An NCCL process group does not end while such a round exists: close engines before it, as Parallel.close does.
-        Weights and caches are freed with the engine itself.
         """
         self._access.close(self.schedule)
 
@@ -117,8 +118,7 @@ class Engine:
 
         The target's steps stay compiled, and its slots keep their prompts, which are not prefilled again.
         """
-        if not isinstance(draft, DraftConfig):
-            raise ValueError(f"draft must be a DraftConfig, got {draft!r:.80}")
+        require_kind("draft", draft, DraftConfig)
         with self._access.alone():
             plan, cfg = self._plan_of(draft, draft_model, self.cache.format), self.config
             plan.added_to(self._plan).check_added(free_memory(self.device, held=self._plan.total))
@@ -188,26 +188,16 @@ class Engine:
 
     # ---------------------------------------------------------------- the public calls
 
-    def check(
-        self,
-        prompts: Sequence[Prompt | tuple[Prompt, SamplingParams]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> None:
+    def check(self, prompts: Prompts, params: Params = None) -> None:
         """Raise the ValueError that generate and stream would raise for these prompts, and do nothing else."""
         self._access.require_open()
         self._intake.all(prompts, params)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt | tuple[Prompt, SamplingParams]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        speculate: bool = True,
-    ) -> list[Completion]:
+    def generate(self, prompts: Prompts, params: Params = None, *, speculate: bool = True) -> list[Completion]:
         """Continue every prompt; completions come in the order of the prompts. ValueError before any work is done.
 
-        A prompt is a text or a list of token ids, alone or as (prompt, SamplingParams); params applies to all others,
-        or is a list with one for each.
+        prompts: a text, or a list of texts and lists of token ids, each alone or as (prompt, SamplingParams); params
+        applies to all others, or is a list with one for each.
         speculate=False decodes plainly, whatever the draft policy.
         """
         self._access.require_open()
@@ -217,12 +207,9 @@ class Engine:
         return [request.completion() for request in requests]
 
     def stream(
-        self,
-        prompts: Iterable[Prompt | tuple[Prompt, SamplingParams] | None],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        self, prompts: Prompts | Iterable[Prompt | tuple[Prompt, SamplingParams] | None], params: Params = None, *,
         speculate: bool = True,
-    ) -> Iterator[TokenEvent]:
+    ) -> Iterator[TokenEvent]:  # fmt: skip
         """Yield tokens of all prompts as they are committed. ValueError at the call, before any work is done.
 
         prompts and params are as in generate, or prompts is any other iterable, such as a file's lines or users'
@@ -231,8 +218,7 @@ class Engine:
         nothing is being decoded. It runs under the engine's settings, not the caller's: in inference mode, without
         autocast, with torch's own default dtype and device. An error that it raises, and the ValueError of a prompt
         that cannot run (see check), end the stream.
-        A prompt is prefilled chunk by chunk, and rows that are being decoded wait for one chunk at most. Leaving a
-        stream half-way ends its prompts: their slots are free again.
+        Prompts are prefilled by chunks; rows being decoded wait for one at most. Leaving a stream frees its slots.
         """
         self._access.require_open()
         return sheltered(self._run(self._intake.queue(prompts, params), speculate))
@@ -270,7 +256,7 @@ class Engine:
 
     @own_settings()
     @torch.inference_mode()
-    def warm_up(self, params: SamplingParams | Sequence[SamplingParams] | None = None) -> None:
+    def warm_up(self, params: Params = None) -> None:
         """Compile all steps on the empty cache, once, and what requests with these params need besides."""
         known = self._intake.params(params)
         with self._access.at_work(self.schedule):

@@ -175,6 +175,8 @@ def kind_of(field: Field[Any], hint: Any) -> dict[str, Any]:
     if len(kinds) == 2 and str in kinds:  # a number or a word, or a text or several of them
         word = field.metadata["metavar"].partition("|")[2]
         how: dict[str, Any] = {"type": number_or(word)} if int in kinds else {"action": "append"}
+    elif kinds == {Sequence[int]}:
+        how = {"type": int, "action": "append"}
     else:
         (kind,) = kinds
         how = {"type": kind}

@@ -14,7 +14,8 @@ from inputs.prompts import read_text
 from inputs.sources import OURS, as_ours, prompts_of
 
 Record = dict[str, Any]
-PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "max_drafts")
+PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "max_drafts",
+              "stop_token_ids")  # fmt: skip
 
 
 @dataclass(frozen=True)

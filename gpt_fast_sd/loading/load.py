@@ -22,7 +22,7 @@ from gpt_fast_sd.model import (
 )
 from gpt_fast_sd.tp import Parallel, local_config, take_device
 
-from ..config import EngineConfig
+from ..config import EngineConfig, require_kind
 from ..fast.compile import no_compiler
 from ..policies import registry
 from ..policies.config import DraftConfig
@@ -57,6 +57,8 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     ValueError or FileNotFoundError, before weights are read, if they do not fit each other, this machine or its
     memory.
     """
+    require_kind("config", config, EngineConfig)
+    require_kind("draft", draft, DraftConfig)
     folder = locate(model)
     model_config = read_config(folder)
     device = parallel.device if parallel else take_device(config.device)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..prefill import Filling
 
 Prompt = str | Sequence[int]
+Prompts = Prompt | Sequence[Prompt | tuple[Prompt, SamplingParams]]
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class Decoder(Protocol):
@@ -157,7 +159,7 @@ class Request:
     def _take(self, token: int) -> str:
         """Append one token; return the text that became certain."""
         self.tokens.append(token)
-        ended = token in self.eos_ids and not self.params.ignore_eos
+        ended = token in (self.params.stop_token_ids or ()) or (token in self.eos_ids and not self.params.ignore_eos)
         piece = self.decoder.push([token]) if self.decoder and not ended else ""
         if ended:
             self.finish_reason = "stop"
@@ -210,7 +212,8 @@ class Intake:
 
     def all(self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
         """A request per prompt, params one for all or one each; ValueError for the first that cannot run."""
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(prompts, Sequence):
             raise ValueError(
                 f"prompts must be a list of texts or of lists of token ids, got {' '.join(repr(prompts).split()):.80}"
             )
@@ -241,7 +244,7 @@ class Intake:
 
     def queue(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None) -> Waiting:
         """Requests of a list, all made at once, or of any other iterable; see Engine.stream."""
-        if isinstance(prompts, Sequence):
+        if isinstance(prompts, Sequence):  # a text is one
             return Waiting(self.all(prompts, params))
         if not isinstance(prompts, Iterable):
             raise ValueError(
@@ -259,6 +262,7 @@ class Intake:
         ids = self.encoded(prompt, name)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError(f"{name} has stop strings, but this model has no tokenizer to find them with")
+        self.checked([0, *(params.stop_token_ids or ())], f"{name}'s stop_token_ids")
         total = len(ids) + params.max_tokens
         if total > self.max_seq_len:
             raise ValueError(

@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.policies.config import GAMMA_TIERS, further_tiers, gamma_tiers
 
 NONSENSE: list[tuple[type, str, tuple[Any, ...]]] = [
@@ -33,6 +36,7 @@ NONSENSE: list[tuple[type, str, tuple[Any, ...]]] = [
     (SamplingParams, "min_p", (-0.01, 1.5, math.nan, False)),
     (SamplingParams, "seed", (-1, 2**63, 1.0, "7")),
     (SamplingParams, "stop", ("", ["a", ""], [3], ("x", None), 0, False, 7)),
+    (SamplingParams, "stop_token_ids", (3, "3", [-1], [True], [1.5])),
     (SamplingParams, "ignore_eos", ("false", "yes", 1, None, [])),
 ]
 REFUSED = [(config, name, value) for config, name, values in NONSENSE for value in values]
@@ -134,6 +138,23 @@ def test_the_edges_of_what_can_be_are_taken(config: type, fields: dict[str, Any]
 )
 def test_stop_is_one_string_or_several(stop: Any, strings: tuple[str, ...]) -> None:
     assert SamplingParams(stop=stop).stop_strings == strings
+
+
+def test_parameters_are_made_anew_from_what_they_hold_and_from_numbers_of_numpy_and_torch() -> None:
+    given = SamplingParams(
+        max_tokens=np.int64(3), temperature=np.float32(0.5), top_k=np.int32(4), seed=torch.tensor(5), stop=("a", "b")
+    )  # type: ignore[arg-type]
+    assert given == SamplingParams(max_tokens=3, temperature=0.5, top_k=4, seed=5, stop=("a", "b"))
+    assert SamplingParams(**dataclasses.asdict(given)) == given and type(given.seed) is type(given.max_tokens) is int
+
+
+@pytest.mark.parametrize("made", [Engine, Engine.from_pretrained])
+def test_what_is_no_configuration_is_refused_before_anything_is_read(made: Callable[..., Engine]) -> None:
+    for config, draft, said in (({"device": "cpu"}, None, "config must be EngineConfig(...), got {'device': 'cpu'}"),
+                                ("cpu", None, "config must be EngineConfig(...), got 'cpu'"),
+                                (None, {"gamma": 3}, "draft must be DraftConfig(...), got {'gamma': 3}")):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(said)):
+            made("nowhere", config=config, draft=draft)
 
 
 @pytest.mark.parametrize("config", [EngineConfig, DraftConfig, SamplingParams])

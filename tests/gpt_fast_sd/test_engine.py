@@ -261,7 +261,7 @@ PROMPT_REFUSED: list[tuple[Any, Any, str]] = [
     (["text"], None, "no tokenizer"),
     ([[1, 2, 258]], None, "258.* 0 to 257"),
     ([[1], [-1]], None, "prompt 1 .*-1"),
-    ("a text", None, "list"),
+    *(([[1]], SamplingParams(stop_token_ids=[n]), f"stop_token_ids holds token id {n}") for n in (258, 2**40)),
     (5, None, "prompts must be a list"),
     ([([1], SamplingParams())], [SamplingParams()], "prompt 0 has its own SamplingParams"),
     ([[1]], SamplingParams(stop="x"), "no tokenizer"),
@@ -282,6 +282,12 @@ def test_a_prompt_that_cannot_run_is_refused_before_any_work(prompts: Any, param
             call(prompts, params)
         assert "\n" not in str(caught.value)
     assert one.cache.seq_len.tolist() == [0] * 4
+
+
+def test_a_text_alone_is_one_prompt() -> None:
+    one, params = engine(tokenizer=ByteTokenizer()), SamplingParams(max_tokens=4)
+    assert [c.tokens for c in one.generate("text", params)] == [c.tokens for c in one.generate(["text"], params)]
+    assert [event.index for event in one.stream("text", params)] == [0] * 4
 
 
 def test_a_text_of_no_tokens_is_refused() -> None:

@@ -107,6 +107,7 @@ def test_every_way_to_cut_a_text_into_pieces_stops_at_the_same_place() -> None:
         ({"max_tokens": 2}, [*b"abc"], ["a", "b"], "length"),
         ({"max_tokens": 9}, [*b"hi", EOS, *b"!"], ["h", "i", ""], "stop"),
         ({"max_tokens": 2}, [*b"h", EOS], ["h", ""], "stop"),  # as the last token allowed
+        ({"stop_token_ids": [33, 63], "ignore_eos": True}, [*b"h", EOS, *b"i?x"], ["h", "", "i", ""], "stop"),
         ({"max_tokens": 9, "stop": "END"}, [*b"aEN", EOS], ["a", "", "", "EN"], "stop"),  # shows what was held
         ({"max_tokens": 4, "ignore_eos": True}, [*b"h", EOS, *b"i!", 1], ["h", "", "i", "!"], "length"),
         ({"max_tokens": 20}, [*"aé語".encode(), EOS], ["a", "", "é", "", "", "語", ""], "stop"),

@@ -40,6 +40,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {  # what is typed, what it means
     "kv_bits": (["--draft-kv-bits", "4"], 4),
     "max_tokens": (["--max-new-tokens", "9"], 9),
     "stop": (["--stop", "a", "--stop", "b"], ["a", "b"]),
+    "stop_token_ids": (["--stop-token-id", "7", "--stop-token-id", "9"], [7, 9]),
 }
 FIELDS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config) if field.init]
 
@@ -90,7 +91,7 @@ def test_what_is_typed_is_what_the_configuration_holds(program: str, config: typ
 
 
 # fields that benchmark.py has no flag for: --draft names who is cheap, --context says how long, and no row ends early
-ELSEWHERE = {"cheap", "max_seq_len", "stop", "ignore_eos"}
+ELSEWHERE = {"cheap", "max_seq_len", "stop", "stop_token_ids", "ignore_eos"}
 WITH_A_MODEL = {"draft_model", "draft_tp", "cheap"}
 # configurations of other programs, and fields of theirs that are said otherwise
 OTHERS: dict[str, tuple[Parse, tuple[type[Any], ...], set[str]]] = {
