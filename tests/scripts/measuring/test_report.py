@@ -209,10 +209,14 @@ def test_stretches_of_a_view_hold_the_share_of_their_positions_that_was_read() -
         assert value == int(np.ceil(63 * len(read & set(here)) / len(here) - 1e-9))
 
 
-def test_a_text_that_ends_early_is_not_drawn_as_long_as_it_might_have_been() -> None:
-    recorder = recorder_of(["a"], [0] * 100, most=900, drafter="full")
-    recorder(a_round(an_event(["a"], drafted=1), read={0: torch.ones(100)}))
-    views = recorder.as_dict([0])["requests"][0]["views"]
+def test_a_text_that_ends_early_is_not_drawn_as_long_as_it_might_have_been_nor_are_keys_that_nobody_reads() -> None:
+    found = []
+    for drafter, read in (("full", torch.ones(100)), ("lookup", torch.zeros(100))):
+        recorder = recorder_of(["a"], [0] * 100, most=900, drafter=drafter)
+        recorder(a_round(an_event(["a"], drafted=1), read={0: read}))
+        found.append(recorder.as_dict([0])["requests"][0]["views"])
+    views, none = found
+    assert none is None
     assert 101 <= views["length"] < 101 + 1000 / WIDTH + 1
     assert len(views["sum"]) == len(views["rounds"][0][1]) < WIDTH
 
@@ -220,12 +224,6 @@ def test_a_text_that_ends_early_is_not_drawn_as_long_as_it_might_have_been() -> 
 def test_a_run_of_cuda_graphs_says_that_its_parts_were_not_seen() -> None:
     run = run_of(story("abcdef", timed=False))
     assert run["whole"] and "CUDA graph" in run["left_out"][0]
-
-
-def test_a_policy_that_reads_no_keys_has_no_picture_of_what_it_read() -> None:
-    recorder = recorder_of(["a"], [0] * 100, drafter="lookup")
-    recorder(a_round(an_event(["a"], drafted=1), read={0: torch.zeros(100)}))
-    assert recorder.as_dict([0])["requests"][0]["views"] is None
 
 
 def test_a_run_of_nothing_has_a_page_too() -> None:

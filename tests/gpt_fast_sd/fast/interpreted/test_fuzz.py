@@ -11,7 +11,7 @@ Shapes: B batch rows, T tokens in this call, L layers, N query heads, K kv heads
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from gpt_fast_sd.config import PAGES
 from gpt_fast_sd.fast.triton import decode, filters, int8, prefill, select, sparse
 from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, NAN
 from tests.gpt_fast_sd.fast.drawn import ARCHS, GROUPS, HEAD_DIMS, ROUNDING, Asked, Draw, assert_near
-from tests.gpt_fast_sd.fast.selected import INF
+from tests.gpt_fast_sd.fast.selected import INF, best
 
 FIRST, CASES = map(int, os.environ.get("GPT_FAST_SD_FUZZ", "0:32").split(":"))
 
@@ -93,12 +93,6 @@ def sparse_attention(d: Draw) -> None:
 
 
 # ---- selection -------------------------------------------------------------------------------------------------------
-
-
-def best(scores: Sequence[float], n_valid: int, n: int) -> list[int]:
-    """Places of the n best of the first n_valid, ascending, then -1: a NaN is worst, ties go to the first."""
-    rank = {i: (1, 0.0) if math.isnan(scores[i]) else (0, -scores[i]) for i in range(min(n_valid, len(scores)))}
-    return sorted(sorted(rank, key=lambda i: (rank[i], i))[:n]) + [-1] * (n - len(rank))
 
 
 def scores_of(d: Draw, *shape: int) -> Tensor:
