@@ -16,7 +16,7 @@ from measuring import chips, modes, turns
 from measuring.chips import Chip, Rates
 from measuring.forecast import System
 from measuring.grid import Point, Setting
-from tests.helpers import DATA, Patch, Printed, Refuses, tiny_config
+from tests.helpers import Patch, Printed, Refuses, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
@@ -398,13 +398,6 @@ def test_a_divergence_is_printed_with_its_gap_and_fails_the_run_but_for_a_near_t
 
 
 # ---- the pieces ------------------------------------------------------------------------------------------------------
-
-
-def test_files_in_the_repository_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    files = [str(DATA / f"acceptance_{name}.json") for name in ("2000_t0", "4000_t0")]
-    benchmark.main(["--draw", *files, "--plots", str(tmp_path)])
-    assert (tmp_path / "acceptance.png").read_bytes().startswith(PNG)
 
 
 def test_sizes_and_gammas_are_read_as_they_are_written() -> None:

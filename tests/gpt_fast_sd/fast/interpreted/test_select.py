@@ -168,15 +168,6 @@ def test_quest_takes_the_pages_whose_boxes_promise_most(
             assert room.quest_pages(q, bounds, n_closed, 4).tolist() == expected
 
 
-def test_quest_lets_no_query_rule_by_its_size() -> None:
-    bounds = torch.zeros(1, 1, 6, 16)
-    bounds[0, 0, 1, 0], bounds[0, 0, 4, 1] = 1.0, 1.0
-    q = torch.zeros(1, 2, 1, 8)
-    q[0, 0, 0, 0], q[0, 1, 0, 1] = 100.0, 1.0  # the second head is small; its best page is the fifth
-    for room in ROOMS:
-        assert room.quest_pages(q, bounds, torch.tensor([6]), 2).tolist() == [[[1, 4]]]
-
-
 # ---- the search for the cut ------------------------------------------------------------------------------------------
 
 
