@@ -156,22 +156,17 @@ def test_json_in_a_script_refuses_what_is_not_json() -> None:
         in_script(float("nan"))
 
 
-def long_run(n_requests: int, n_rounds: int, piece: str) -> Recorder:
-    """Rounds of 17 such tokens for each request, of which the drafts of every second are refused, all views full."""
+@pytest.mark.parametrize("shape", [(1, 1200), (60, 60), (8, 300)], ids=str)
+@pytest.mark.parametrize("piece", ["a", " \u2028<&>\U0001f642" * 12], ids=["short", "long"])
+def test_a_page_stays_small_and_says_what_it_leaves_out(shape: tuple[int, int], piece: str) -> None:
+    """Of 17 such tokens for each request a round, of which the drafts of every second are refused, all views full."""
+    n_requests, n_rounds = shape
     recorder = recorder_of([piece] * 17, *[[0] * 5000] * n_requests, most=17 * n_rounds)
     read = dict.fromkeys(range(n_requests), torch.rand(5000 + 17 * n_rounds))
     for number in range(n_rounds):
         kept = 0 if number % 2 else 16
         events = [an_event([piece] * (kept + 1), drafted=16, accepted=kept, index=i) for i in range(n_requests)]
         recorder(a_round(*events, read=read, gamma=16))
-    return recorder
-
-
-@pytest.mark.parametrize("shape", [(1, 1200), (60, 60), (8, 300)], ids=str)
-@pytest.mark.parametrize("piece", ["a", " \u2028<&>\U0001f642" * 12], ids=["short", "long"])
-def test_a_page_stays_small_and_says_what_it_leaves_out(shape: tuple[int, int], piece: str) -> None:
-    n_requests, n_rounds = shape
-    recorder = long_run(n_requests, n_rounds, piece)
     facts = [(piece * 100, piece * 100)] * 12
     html = page(recorder, piece * 1000, ways={"speculative": Way.of([EngineStats()] * 3)}, facts=facts)
     assert len(html.encode("utf-8")) <= MOST_BYTES
