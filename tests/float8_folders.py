@@ -49,15 +49,6 @@ def by_block(weight: Tensor) -> Tensor:
     return torch.tensor(blocks).view(height, width) / 448
 
 
-def spread(scale: Tensor, weight: Tensor, said: Mapping[str, Any]) -> Tensor:
-    """The scale of each number of a weight, [O, I], or what broadcasts to it."""
-    if "weight_block_size" not in said:
-        return scale.float()
-    height, width = said["weight_block_size"]
-    whole = scale.float().repeat_interleave(height, 0).repeat_interleave(width, 1)
-    return whole[: weight.shape[0], : weight.shape[1]]
-
-
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [16, 24]}
 FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
 
@@ -122,7 +113,9 @@ def save_float8(
         if not name.endswith("_proj.weight") or any(part in name for part in plain):
             continue
         scale = scaled(weight)
-        each = spread(scale, weight, said)
+        each = scale.float()  # of each number, or what broadcasts to it
+        for dim, size in enumerate(said.get("weight_block_size", ())):
+            each = each.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
         stored[name] = (weight.float() / each).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored[f"{name}_scale{'_inv' if 'weight_block_size' in said else ''}"] = scale
         meant[name] = stored[name].float() * each

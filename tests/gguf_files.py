@@ -94,20 +94,7 @@ def write_gguf(
 def write_parts(path: Path, named: str, fields: Fields, tensors: Tensors, parts: int = 1) -> Path:
     """Write a file of this architecture with these fields and tensors, but for those that are None; -> its first."""
     writer = gguf.GGUFWriter(path, named, split_max_tensors=-(-len(tensors) // parts) if parts > 1 else 0)
-    add_fields(writer, named, fields)
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            writer.add_tensor(name, tensor[0], raw_dtype=tensor[1])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path if parts == 1 else path.with_name(f"{path.stem}-00001-of-{parts:05d}.gguf")
-
-
-def add_fields(writer: Any, named: str, fields: Fields) -> None:
-    """Give the writer the fields, each as the kind of value that its Python type is."""
-    for name, value in fields.items():
+    for name, value in fields.items():  # each as the kind of value that its Python type is
         key = f"{named}{name}" if name.startswith(".") else name
         match value:
             case None:
@@ -123,6 +110,14 @@ def add_fields(writer: Any, named: str, fields: Fields) -> None:
                     writer.add_string(key, value)
             case _:
                 writer.add_array(key, value)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            writer.add_tensor(name, tensor[0], raw_dtype=tensor[1])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path if parts == 1 else path.with_name(f"{path.stem}-00001-of-{parts:05d}.gguf")
 
 
 def byte_pair_fields(n: int, *, pre: str = "gpt-2", **more: Any) -> dict[str, Any]:

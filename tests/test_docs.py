@@ -30,10 +30,6 @@ def text_of(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def without_code(text: str) -> str:
-    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
-
-
 def anchors(text: str) -> set[str]:
     """What GitHub makes of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
@@ -48,7 +44,7 @@ def block_after(mark: str, page: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
-    for match in LINK.finditer(without_code(text_of(page))):
+    for match in LINK.finditer(re.sub(r"```.*?```|`[^`\n]*`", "", text_of(page), flags=re.S)):
         target, _, anchor = (match[1] or match[2]).partition("#")
         if re.match(r"[a-z]+:", target):
             continue

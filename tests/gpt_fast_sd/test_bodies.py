@@ -143,7 +143,6 @@ def test_a_library_that_reads_otherwise_is_no_edit(monkeypatch: pytest.MonkeyPat
 
 # ---- edits of files --------------------------------------------------------------------------------------------------
 
-PLANT = "raise RuntimeError('the edit runs')"
 # what an engine runs that decodes with a streaming view, greedily and by sampling
 USED = {
     "gpt_fast_sd.bodies:hidden", "gpt_fast_sd.bodies:logits",
@@ -156,17 +155,6 @@ USED = {
     "gpt_fast_sd.model.llama:RMSNorm.forward", "gpt_fast_sd.model.cache:CacheLayer.store",
     "gpt_fast_sd.kv:DenseKV.attend", "gpt_fast_sd.kv:ListedKV.attend",
 }  # fmt: skip
-
-
-def body_of(root: Path, name: str) -> tuple[Path, int, int]:
-    """The file of a function in a tree, the line of its first statement, and how far that is indented."""
-    module, _, place = name.partition(":")
-    path = root.joinpath(*module.split(".")).with_suffix(".py")
-    node: Any = ast.parse(path.read_text(encoding="utf-8"))
-    for part in place.split("."):
-        node = next(n for n in node.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == part)
-    first = node.body[1] if ast.get_docstring(node) else node.body[0]
-    return path, first.lineno, first.col_offset
 
 
 RUN = """
@@ -201,9 +189,13 @@ def test_an_edit_in_a_copy_takes_effect_and_is_announced(name: str, tmp_path: Pa
     """As somebody would try it: a line in a function of the core, with everything on its default."""
     for room in ("gpt_fast_sd", "model", "tp"):  # links and all
         shutil.copytree(ROOT / room, tmp_path / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    path, line, indent = body_of(tmp_path, name)
-    lines = path.read_text(encoding="utf-8").split("\n")
-    lines.insert(line - 1, " " * indent + PLANT)
+    module, _, place = name.partition(":")
+    path = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+    node: Any = ast.parse(text := path.read_text(encoding="utf-8"))
+    for part in place.split("."):
+        node = next(n for n in node.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == part)
+    first, lines = node.body[1] if ast.get_docstring(node) else node.body[0], text.split("\n")
+    lines.insert(first.lineno - 1, " " * first.col_offset + "raise RuntimeError('the edit runs')")
     path.write_text("\n".join(lines), encoding="utf-8")
     done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "the edit runs", done.stderr[-2000:]

@@ -68,13 +68,9 @@ def test_without_a_compiler_one_warning_names_the_line_and_all_runs_eagerly(monk
     assert "C++ compiler" in warning_of_an_eager_run()
 
 
-@pytest.fixture(scope="module")
-def large() -> Engine:
-    """A compiled engine of 24 splits."""
-    return make(tiny_config(max_seq_len=6144), compile=True)
-
-
-def test_prompts_of_all_lengths_share_the_graphs_of_the_first_call(large: Engine) -> None:
+def test_prompts_of_all_lengths_share_the_graphs_of_the_first_call() -> None:
+    """Over 24 splits."""
+    large = make(tiny_config(max_seq_len=6144), compile=True)
     assert graphs(large) == (0, 0)
     large.generate([[1]], SamplingParams(max_tokens=1))
     assert graphs(large) == (1, 1)

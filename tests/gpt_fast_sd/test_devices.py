@@ -120,40 +120,36 @@ def a_gpu_but(owner: Any, name: str, answer: Callable[..., Any]) -> Machine:
     return lambda patch, folder: (gpu(patch), patch.setattr(owner, name, answer))
 
 
-no_triton = a_gpu_but(importlib.util, "find_spec", lambda name: None)
-busy = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be ..."
-a_busy_gpu = a_gpu_but(torch.cuda, "get_device_capability", raising(RuntimeError(busy)))
 an_old_driver = no_gpu(TOO_OLD)
-no_fabric = no_gpu(  # an HGX board of H100s or H200s whose fabric manager does not run
+a_build_without_cuda = no_gpu("Torch not compiled with CUDA enabled", built=None)
+a_hidden_gpu = no_gpu("No CUDA GPUs are available", visible="")
+# an HGX board of H100s or H200s whose fabric manager does not run
+NO_FABRIC = (
     "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() "
     "that might have already set an error? Error 802: system not yet initialized"
 )
-a_build_without_cuda = no_gpu("Torch not compiled with CUDA enabled", built=None)
-a_hidden_gpu = no_gpu("No CUDA GPUs are available", visible="")
-no_compiler = before_its_first_launch(lambda patch, folder: patch.setenv("PATH", str(folder)))
-another_compiler = before_its_first_launch(lambda patch, folder: patch.setenv("CC", str(folder / "gcc-99")))
-no_headers = before_its_first_launch(
-    lambda patch, folder: patch.setattr(sysconfig, "get_paths", lambda *args, **kwargs: {"include": str(folder)})
-)
+BUSY = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be ...")
 MACHINES: dict[str, tuple[Machine, str]] = {
     "a Turing": (lambda patch, folder: gpu(patch, "Tesla T4", (7, 5)),
         r"Tesla T4 has compute capability 7\.5, and our kernels need 8\.0 or more"),
     "an AMD": (an_amd,
         r"device 'cuda' is an AMD GPU to torch .* \(ROCm 6\.4\.1\), and our kernels are made for NVIDIA's"),
-    "no Triton": (no_triton, r"device 'cuda' needs triton, which is not installed"),
-    "no compiler": (no_compiler,
+    "no Triton": (a_gpu_but(importlib.util, "find_spec", lambda name: None),
+        r"device 'cuda' needs triton, which is not installed"),
+    "no compiler": (before_its_first_launch(lambda patch, folder: patch.setenv("PATH", str(folder))),
         r"device 'cuda' cannot be used: .*Failed to find C compiler.*\(Ubuntu: gcc python3-dev\), or use"),
-    "another compiler": (another_compiler,
+    "another compiler": (before_its_first_launch(lambda patch, folder: patch.setenv("CC", str(folder / "gcc-99"))),
         r"device 'cuda' cannot be used: .*gcc-99.*\(Ubuntu: gcc python3-dev\), or use device 'cpu'$"),
-    "no headers": (no_headers,
+    "no headers": (before_its_first_launch(
+        lambda patch, folder: patch.setattr(sysconfig, "get_paths", lambda *_, **__: {"include": str(folder)})),
         r"device 'cuda' cannot be used: .*Python\.h: No such file.*\(Ubuntu: gcc python3-dev\), or use"),
     "no libcuda": (before_its_first_launch(no_libcuda),
         r"device 'cuda' cannot be used: .*libcuda.*let `/sbin/ldconfig -p` list the driver's libcuda\.so\.1"),
-    "a busy GPU": (a_busy_gpu,
+    "a busy GPU": (a_gpu_but(torch.cuda, "get_device_capability", raising(BUSY)),
         r"device 'cuda' cannot be used: CUDA error: CUDA-capable device\(s\) is/are busy or unavailable$"),
     "an old driver": (an_old_driver,
         r"device 'cuda' was requested, .* built for CUDA 13\.0 and says: The NVIDIA driver .* is too old"),
-    "no fabric": (no_fabric,
+    "no fabric": (no_gpu(NO_FABRIC),
         r"device 'cuda' was requested, but .* Error 802: system not yet initialized; use 'cpu' or 'auto'$"),
     "a build without CUDA": (a_build_without_cuda,
         r"device 'cuda' was requested, but torch sees no CUDA device: torch .* built without CUDA"),

@@ -18,7 +18,6 @@ from gpt_fast_sd.policies.config import GAMMA_TIERS
 from gpt_fast_sd.serving.draft_planner import DraftPlanner, arm_of
 from tests.helpers import DATA, few
 
-RECORDED = DATA / "turns_zen4.json"
 ARMS = [arm_of(arm) for arm in AutoConfig.of(DraftConfig(policy="auto"), (None, "int4", "int8")).arms]
 NAMES = [arm.name for arm in ARMS]
 FEW, MANY = 512, 8192
@@ -61,7 +60,7 @@ def world(rows: int, verify: dict[int, float], step: float, kept: float, guided:
 
 def recorded() -> Iterator[World]:
     """1, 4, 8 and 16 rows of 512 to 7,500 tokens, greedy and at 0.8, on text that repeats and on text that does not."""
-    for cell in json.loads(RECORDED.read_text())["cells"]:
+    for cell in json.loads((DATA / "turns_zen4.json").read_text())["cells"]:
         (_, rows, _), times = cell["cell"], cell["cal"]
         kept = min(0.98, cell["steps"]["1"][3] - 1)
         verify = {int(g): ms / 1e3 for g, ms in times["verify"].items()}

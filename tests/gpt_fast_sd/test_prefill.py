@@ -207,19 +207,6 @@ def chunks_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cpu"], chunks=TRAITS["cuda"].chunks))
 
 
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Prompts are written no further than a cache's capacity, padding included; the list holds where chunks ended."""
-    ends = list[int]()
-
-    def watch(self: Prefill, slot: int, tokens: Tensor, start: int) -> None:
-        ends.append(start + len(tokens))
-        assert ends[-1] <= self.runner.cache.capacity
-
-    ahead(monkeypatch, Prefill, "feed", watch)
-    return ends
-
-
 LENGTHS = [2, 3, 300, 1024, 1536, 1537, 1800, 2048, 4096]  # around the largest chunk, and around splits
 CACHES = [("off", n) for n in LENGTHS] + [(policy, n) for policy in ("off", *POLICIES) for n in (2, 1536, 2304)]
 
@@ -229,9 +216,16 @@ CACHES = [("off", n) for n in LENGTHS] + [(policy, n) for policy in ("off", *POL
     few(CACHES, [("off", n) for n in LENGTHS[:-1]] + [("quest", 2304), ("standalone", 2), ("hierarchy", 1536)]),
 )
 def test_no_chunk_of_cuda_is_written_past_the_end_of_a_cache(
-    policy: str, max_seq_len: int, chunks_of_cuda: None, written: list[int]
+    policy: str, max_seq_len: int, chunks_of_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt that is one token short of what the cache holds, after a warm-up."""
+    """Padding included, of a prompt that is one token short of what the cache holds, after a warm-up."""
+    written = list[int]()
+
+    def watch(self: Prefill, slot: int, tokens: Tensor, start: int) -> None:
+        written.append(start + len(tokens))
+        assert written[-1] <= self.runner.cache.capacity
+
+    ahead(monkeypatch, Prefill, "feed", watch)
     draft = draft_of(policy, budget=64)
     model = tiny_model(tiny_config(n_layers=2 if policy == "early_exit" else 1))
     theirs = tiny_model(tiny_config(n_layers=1), seed=1) if draft.draft_model else None

@@ -531,6 +531,7 @@ REFUSED: list[tuple[Any, tuple[str | None, ...], str | None, str | None, str]] =
     # once a second engine quantized them in place, and the first one's target was another from then on
     (packable, (None,), "int8", None, "runs this model's weights as they are: pass no quantize, or load the"),
     (packable, (), "int8", "float8", "quantize 'float8' of a draft runs on device 'cuda'"),
+    (packable, (), "int8", "int4", "'int4' of a draft needs a target with plain weights, .* this one's are int8"),
 ]
 
 
@@ -552,13 +553,6 @@ def test_weights_that_cannot_be_quantized_so_are_refused_and_stay_as_they_are(
     if runs:  # it may run once more as it does, and a copy of plain weights in any way
         again, name = (model, runs[0]) if runs[0] else (copy.deepcopy(model), quantize)
         tiny_engine(model=again, quantize=name)
-
-
-@pytest.mark.usefixtures("as_on_cuda")
-def test_a_draft_of_another_precision_than_a_quantized_target_is_refused() -> None:
-    said = r"'float8' of a draft needs a target with plain weights, .* this one's are int4"
-    with pytest.raises(ValueError, match=said):
-        tiny_engine(DraftConfig(policy="full", quantize="float8"), model=model_of(), quantize="int4")
 
 
 @pytest.mark.parametrize("name", DRAFTED)

@@ -85,7 +85,7 @@ KEPT: list[tuple[list[float], dict[str, float], list[int]]] = [  # weights, filt
       for p, ids in ((0.4, [1]), (0.45, [0, 1]), (0.6, [0, 1, 2]), (0.8, [0, 1, 2, 4]), (0.9, [0, 1, 2, 4, 5]))),
     # three of ten equal ones are 0.3, not four because the nearest fp32 is a little more
     *(([1] * n, {"top_p": i / n}, list(range(i))) for n in (3, 7, 10, 20, 100) for i in range(1, n + 1)),
-    *(([1, 2, 4, 3], narrow, [2]) for narrow in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0})),  # the best survives
+    *(([1, 2, 4, 3], narrow, [2]) for narrow in ({"top_k": 1}, {"top_p": 1e-46}, {"min_p": 1.0})),  # the best survives
 ]  # fmt: skip
 
 

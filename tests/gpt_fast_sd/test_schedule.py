@@ -180,7 +180,9 @@ def test_the_time_of_a_chunk_is_no_rounds(name: str, kind: str, monkeypatch: pyt
 # ---- progress --------------------------------------------------------------------------------------------------------
 
 
-def test_on_progress_tells_how_far_a_prompt_is() -> None:
+def test_on_progress_tells_how_far_a_prompt_is_and_an_engine_says_nothing_by_itself(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     one, told_so = engine("standalone"), list[tuple[str, int, int]]()
     one.warm_up()
     one.on_progress = lambda what, done, total: told_so.append((what, done, total))
@@ -188,14 +190,10 @@ def test_on_progress_tells_how_far_a_prompt_is() -> None:
     assert told_so == [("prefill", done, 1038) for done in (0, 256, 512, 519, 775, 1031, 1038)]
     plain = engine("off")
     plain.generate(PROMPTS[3:4], SamplingParams(max_tokens=2))
+    assert capfd.readouterr() == ("", "")
     plain.on_progress = one.on_progress
     plain.generate(PROMPTS[3:4], SamplingParams(max_tokens=2))  # held: nothing to compute
     assert len(told_so) == 7
-
-
-def test_an_engine_says_nothing_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
-    engine("off").generate(PROMPTS[3:4], SamplingParams(max_tokens=2))
-    assert capfd.readouterr() == ("", "")
 
 
 # ---- prompts that come one by one ------------------------------------------------------------------------------------
@@ -263,7 +261,7 @@ def test_a_prompt_that_cannot_run_and_an_iterators_error_end_the_stream_where_th
     assert len(one.generate([[1]], params)[0].tokens) == 4
 
 
-def test_a_prompt_may_bring_its_own_parameters() -> None:
+def test_a_prompt_may_bring_its_own_parameters_as_it_must_from_an_iterator() -> None:
     one = engine("off", tokenizer=ByteTokenizer())
     few, many = SamplingParams(max_tokens=2), SamplingParams(max_tokens=5)
     prompts: list[Any] = [[1, 2], ("text", few), "text", ([1, 2], few), (1, 2)]
@@ -271,11 +269,8 @@ def test_a_prompt_may_bring_its_own_parameters() -> None:
     assert [c.tokens for c in one.generate(prompts, many)] == wanted
     found = {e.index: e.completion.tokens for e in one.stream(iter(prompts), many) if e.completion}
     assert [found[i] for i in range(5)] == wanted
-
-
-def test_an_iterator_takes_no_list_of_parameters() -> None:
     with pytest.raises(ValueError, match=r"take one SamplingParams, or come as \(prompt, SamplingParams\)"):
-        engine("off").stream(iter([[1]]), [SamplingParams()])
+        one.stream(iter([[1]]), [few])
 
 
 def test_of_two_threads_that_begin_at_once_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

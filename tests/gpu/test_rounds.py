@@ -75,14 +75,6 @@ def random(place: Place, captures: None) -> Both:
 
 
 @pytest.fixture(scope="module")
-def in_planes(place: Place, captures: None) -> Both:
-    """The same over an int8 cache in planes, of which drafts read one."""
-    model = random_model(replace(SMALL, n_layers=1), place.device, torch.float32)
-    draft = DraftConfig(policy="quantized", gamma=4)
-    return both(place, model, place.prompts(SMALL.vocab_size), draft, kv_dtype="int8")
-
-
-@pytest.fixture(scope="module")
 def bundled(place: Place, captures: None) -> Both:
     """The bundled model, in bf16 on a chip, where roundings may decide."""
     settings = place.settings(batch_size=1, dtype="bf16" if place.on_cuda else "fp32", compile=False)
@@ -101,9 +93,13 @@ def test_captured_rounds_give_the_tokens_of_rounds_launched_by_kernels(random: B
 
 
 @pytest.mark.slow
-def test_captured_rounds_read_planes_as_others_do(in_planes: Both) -> None:
+@pytest.mark.usefixtures("captures")
+def test_captured_rounds_read_planes_as_others_do(place: Place) -> None:
+    model = random_model(replace(SMALL, n_layers=1), place.device, torch.float32)
+    draft = DraftConfig(policy="quantized", gamma=4)
+    in_planes = both(place, model, place.prompts(SMALL.vocab_size), draft, kv_dtype="int8")
+    in_planes.decode(draft)
     engines = in_planes.engines
-    in_planes.decode(engines["off"].draft)
     assert in_planes.differing == {"greedy": 0, "sampled": 0} and engines["round"].cache.format.planes
     assert engines["round"].schedule.rounds.captured > 0 == engines["off"].schedule.rounds.captured
 

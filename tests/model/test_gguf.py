@@ -430,22 +430,12 @@ def put(at: bytes, offset: int, form: str, *values: int) -> Change:
     return change
 
 
-def empty_records(data: bytearray) -> None:
-    """A header of nothing but tensors without a name, as many as zeros give."""
-    data[:] = b"GGUF" + struct.pack("<IQQ", 3, 2**40, 0) + bytes(1_000_000)
+def header(*parts: bytes) -> Change:
+    """Let this be all that there is."""
+    return lambda data: data.__setitem__(slice(None), b"GGUF" + b"".join(parts))
 
 
-def nested_arrays(data: bytearray) -> None:
-    """An array of arrays of arrays, deeper than any stack."""
-    start = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<I", 9)
-    data[:] = start + struct.pack("<IQ", 9, 1) * 100_000
-
-
-def many_strings(data: bytearray) -> None:
-    """An array of as many empty texts as there are zeros, and says it has more."""
-    data[:] = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**61) + bytes(1_000_000)
-
-
+A_FIELD = struct.pack("<IQQQ", 3, 0, 1, 1) + b"a"
 NAME = b"blk.0.ffn_up.weight"  # then: n_dims u32, sizes u64 each, kind u32, offset u64
 BYTES: dict[str, Change] = {
     "a size beyond the file": put(NAME, 4, "Q", 2**40),
@@ -465,9 +455,11 @@ BYTES: dict[str, Change] = {
     "a kind of field that nobody knows": put(b"general.architecture", 0, "I", 99),
     "an alignment of 0": put(b"general.alignment", 4, "I", 0),
     "an alignment that leads outside": put(b"general.alignment", 4, "I", 2**31),
-    "tensors without names": empty_records,
-    "arrays in arrays": nested_arrays,
-    "more texts than bytes": many_strings,
+    "as many tensors without names as zeros give": header(struct.pack("<IQQ", 3, 2**40, 0), bytes(1_000_000)),
+    "arrays in arrays, deeper than any stack": header(
+        A_FIELD, struct.pack("<I", 9), struct.pack("<IQ", 9, 1) * 100_000
+    ),
+    "more texts than bytes": header(A_FIELD, struct.pack("<IIQ", 9, 8, 2**61), bytes(1_000_000)),
 }
 
 

@@ -618,9 +618,16 @@ def test_a_torn_line_is_cut_and_whole_ones_stay(tmp_path: Path, content: bytes) 
     assert path.read_bytes() == content[: content.rfind(b"\n") + 1]
 
 
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("is_complete", [True, False])
-def test_parts_become_one_file_even_if_a_merge_was_killed(tmp_path: Path, ordered: bool, is_complete: bool) -> None:
+def test_parts_become_one_file_even_if_a_merge_was_killed_that_which_a_link_names(
+    tmp_path: Path, ordered: bool, is_complete: bool, linked: bool
+) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    if linked:
+        (elsewhere / "real.jsonl").touch()
+        (tmp_path / "out.jsonl").symlink_to(elsewhere / "real.jsonl")
     files = journal.Files(tmp_path / "out.jsonl", tmp_path / "out.rejects.jsonl", 0, 2)
     parts = [[0, 4, 2], [1, 5, 3]] if not ordered else [[0, 2, 4], [1, 3, 5]]
     for path, indices in zip(files.parts(files.output), parts, strict=True):
@@ -632,21 +639,10 @@ def test_parts_become_one_file_even_if_a_merge_was_killed(tmp_path: Path, ordere
     found = [r["index"] for r in read_lines(files.output)]
     assert sorted(found) == list(range(6)) and (found == sorted(found) or not ordered)
     assert [r["index"] for r in read_lines(files.rejects)] == [7]
-    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "out.rejects.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "out.jsonl", "out.rejects.jsonl"}
+    assert files.output.is_symlink() is linked
+    assert [path.name for path in elsewhere.iterdir()] == ["real.jsonl"] * linked
     assert sorted(journal.indices(files.output)) == list(range(6))
-
-
-def test_parts_of_replicas_go_into_the_file_that_a_link_names(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    real = tmp_path / "elsewhere" / "real.jsonl"
-    real.touch()
-    (tmp_path / "out.jsonl").symlink_to(real)
-    files = journal.Files(tmp_path / "out.jsonl", tmp_path / "out.rejects.jsonl", 0, 2)
-    for i, path in enumerate(files.parts(files.output)):
-        write_lines(path, [{"index": i, "id": None}])
-    files.merge(ordered=True)
-    assert files.output.is_symlink() and [r["index"] for r in read_lines(real)] == [0, 1]
-    assert [path.name for path in real.parent.iterdir()] == ["real.jsonl"]
 
 
 def test_replicas_share_the_lines_and_skip_blank_ones(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from measuring import chips, modes, turns
 from measuring.chips import Chip, Rates
 from measuring.forecast import System
 from measuring.grid import Point, Setting
-from tests.helpers import DATA, Patch, Printed, Refuses, tiny_config
+from tests.helpers import Patch, Printed, Refuses, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
@@ -370,10 +370,11 @@ def test_every_policy_emits_what_plain_decoding_emits(lossless: Bench) -> None:
     assert "draft_weights" in policies[1] and "draft_weights" not in policies[0]
 
 
-@pytest.fixture
-def _astray(monkeypatch: Patch) -> None:
+def test_a_divergence_is_printed_with_its_gap_and_fails_the_run_but_for_a_near_tie_of_16_bits(
+    lossless: Bench, monkeypatch: Patch
+) -> None:
     """Speculation says another token than plain decoding, at one place."""
-    decode = benchmark.Lossless.decode
+    decode, flags = benchmark.Lossless.decode, "--draft lookup"
 
     def astray(mode: Any, engine: Any, what: str, *, speculate: bool) -> turns.Run:
         one = decode(mode, engine, what, speculate=speculate)
@@ -381,39 +382,22 @@ def _astray(monkeypatch: Patch) -> None:
         return one
 
     monkeypatch.setattr(benchmark.Lossless, "decode", astray)
-
-
-@pytest.mark.usefixtures("_astray")
-def test_a_divergence_is_printed_with_its_gap_and_fails_the_run(lossless: Bench, monkeypatch: Patch) -> None:
-    assert lossless.code("--draft lookup") == 1
+    assert lossless.code(flags) == 1
     out, err = lossless.capsys.readouterr()
     assert "not token-identical to plain decoding: lookup" in err
     assert "prompt 1 from token 2 on (logits" in out and "2/3" in out
     (difference,) = lossless.results[1]["differences"]
     assert difference["speculative"] == difference["plain"] + 1 and difference["gap"] > 0
-    monkeypatch.setattr(benchmark.Lossless, "decode", None)  # all of it is in the file
-    assert lossless.code("--draft lookup") == 1
-
-
-@pytest.mark.usefixtures("_astray")
-def test_in_16_bits_a_near_tie_is_counted_and_anything_further_apart_fails_the_run(lossless: Bench) -> None:
-    flags = "--draft lookup --dtype bf16"
-    lossless.code(flags)
+    lossless.code(flags, "--dtype bf16 --fresh")
     written = lossless.document
+    monkeypatch.setattr(benchmark.Lossless, "decode", None)  # all of it is in the file
     for gap, code in ((0.1, 0), (0.3, 1)):
         written["results"][1]["differences"][0]["gap"] = gap
         lossless.file.write_text(json.dumps(written))
-        assert "2/3" in lossless.said(flags, code=code)
+        assert "2/3" in lossless.said(flags, "--dtype bf16", code=code)
 
 
 # ---- the pieces ------------------------------------------------------------------------------------------------------
-
-
-def test_files_in_the_repository_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    files = [str(DATA / f"acceptance_{name}.json") for name in ("2000_t0", "4000_t0")]
-    benchmark.main(["--draw", *files, "--plots", str(tmp_path)])
-    assert (tmp_path / "acceptance.png").read_bytes().startswith(PNG)
 
 
 def test_sizes_and_gammas_are_read_as_they_are_written() -> None:

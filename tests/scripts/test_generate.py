@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -181,6 +183,24 @@ def test_what_does_not_fit_beside_a_quantized_target_is_said(prints: Says, monke
     monkeypatch.setattr(comparing, "Engine", full)
     shown = prints(*NIGHT, "--dtype", "bf16", "--compare", "--kv-dtype", "int8")
     assert rows(shown)["unquantized"] == "not decoded: not even one slot fits"
+
+
+@pytest.mark.parametrize(
+    ("found", "everywhere", "said"),
+    [
+        (None, False, "not every process has room for it"),  # so that no rank waits for one that has none
+        ("float8", True, "its checkpoint stores weights in float8, which run as they are"),
+    ],
+)
+def test_what_is_not_unquantized_on_every_rank_is_not_decoded_by_any(
+    found: str | None, everywhere: bool, said: str, monkeypatch: Patch
+) -> None:
+    """found: what the unquantized model has for a precision, whose engine can do nothing."""
+    other = mock.MagicMock(spec_set=["config", "__enter__", "__exit__"], config=EngineConfig(quantize=found))
+    monkeypatch.setattr(comparing.Engine, "from_pretrained", lambda *_, **__: other)
+    parallel = SimpleNamespace(everywhere=lambda holds: holds and everywhere)
+    engine: Any = SimpleNamespace(config=EngineConfig(quantize="float8"), parallel=parallel, on_progress=None)
+    assert comparing.plainly_unquantized(engine, "model", [[1]], [], 1) == said
 
 
 def test_accepted_drafts_are_coloured_and_the_targets_own_tokens_are_not(prints: Says) -> None:

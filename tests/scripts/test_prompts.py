@@ -65,7 +65,7 @@ def test_shorter_prompts_are_the_beginnings_of_longer_ones_so_that_prefill_is_sh
     assert engine.stats.prefill_tokens == 3 * (599 - 256)
 
 
-def test_prompts_are_ragged_and_the_same_for_the_same_seed() -> None:
+def test_prompts_are_ragged_and_they_and_random_text_are_the_same_for_the_same_seed() -> None:
     texts = {"a": list(range(500)), "b": list(range(1000, 1400))}
     prompts = ragged(texts, 40, 5, 60, bos=7, seed=1)
     assert prompts == ragged(texts, 40, 5, 60, bos=7, seed=1) != ragged(texts, 40, 5, 60, bos=7, seed=2)
@@ -74,8 +74,5 @@ def test_prompts_are_ragged_and_the_same_for_the_same_seed() -> None:
     assert all(prompt[0] == 7 and np.all(np.diff(prompt[1:]) == 1) for prompt in prompts)
     with pytest.raises(ValueError, match="b has 400 tokens, too few for prompts of up to 450"):
         ragged(texts, 1, 5, 450, bos=7, seed=1)
-
-
-def test_random_text_is_the_same_for_the_same_seed() -> None:
     assert random_text(9, 50, 1) == random_text(9, 50, 1) != random_text(9, 50, 2)
     assert max(random_text(900, 50, 1)) < 50

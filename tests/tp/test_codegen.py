@@ -1,12 +1,9 @@
 """What Inductor makes of a sharded step for a GPU that is not there: the collectives of the plan, in one graph."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpt_fast_sd.model import FORMATS, KVCache
 from gpt_fast_sd.policies import Draft
@@ -14,7 +11,7 @@ from gpt_fast_sd.round import accept_step, decode_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.state import BatchState
 from gpt_fast_sd.steps import size_carrier
-from gpt_fast_sd.tp import Parallel, Vocabulary, local_config, start
+from gpt_fast_sd.tp import Parallel, Vocabulary, local_config
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, CUDA, EOS, LAYERS, SLOTS, fake_rig
 from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER
 from tests.gpuless.fakecuda import cuda_code, fake_cuda_tensors, needs_cuda_code
@@ -22,18 +19,11 @@ from tests.gpuless.fakecuda import cuda_code, fake_cuda_tensors, needs_cuda_code
 pytestmark = needs_cuda_code
 
 
-@pytest.fixture
-def two_ranks() -> Iterator[Parallel]:
-    """Rank 1 of two, whose collectives come to nothing."""
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    yield start(device="cpu")
-    dist.destroy_process_group()
-
-
-def test_a_sharded_step_is_one_graph_with_two_sums_per_layer(two_ranks: Parallel) -> None:
+@pytest.mark.parametrize("as_one_of", [2], indirect=True)
+def test_a_sharded_step_is_one_graph_with_two_sums_per_layer(as_one_of: Parallel) -> None:
     with fake_cuda_tensors(), torch.inference_mode():
         rig = fake_rig()
-        model = two_ranks.group.shard(rig.model)
+        model = as_one_of.group.shard(rig.model)
         cache = KVCache(local_config(model.config, 2), SLOTS, CAPACITY, format=FORMATS["bf16"], device=CUDA)
         tokens = rig.tokens(1)
         step = cuda_code(
@@ -48,11 +38,12 @@ def test_a_sharded_step_is_one_graph_with_two_sums_per_layer(two_ranks: Parallel
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("as_one_of", [2], indirect=True)
 @pytest.mark.parametrize("sampled", [False, True])
-def test_judging_gathers_the_vocabulary_once_within_its_graph(sampled: bool, two_ranks: Parallel) -> None:
+def test_judging_gathers_the_vocabulary_once_within_its_graph(sampled: bool, as_one_of: Parallel) -> None:
     with fake_cuda_tensors(), torch.inference_mode():
         rig = fake_rig()
-        vocabulary, tokens = Vocabulary(two_ranks.group.mesh), rig.tokens(5)
+        vocabulary, tokens = Vocabulary(as_one_of.group.mesh), rig.tokens(5)
         state = BatchState.idle(rig.cache.seq_len, CAPACITY + 256, rig.state.vocab_size, EOS, vocabulary)
         logits = torch.zeros(SLOTS, 6, state.vocab_size // 2, device=CUDA)
         q = torch.zeros(SLOTS, 5, state.vocab_size, device=CUDA) if sampled else None

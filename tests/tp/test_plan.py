@@ -1,6 +1,6 @@
 """The plan on paper: one process that acts as one of many ranks, with collectives that do nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -8,22 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.fast.cpu.packing import pack_linears
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary, collectives_per_step, local_config, start
 from tests.helpers import tiny_config, tiny_engine, tiny_model, whole_text_logits
-
-
-@pytest.fixture
-def as_one_of(request: pytest.FixtureRequest) -> Iterator[Parallel]:
-    """Rank 1 of as many as the test asks for, all of them one model's."""
-    world = request.param
-    dist.init_process_group("fake", rank=1, world_size=world, store=FakeStore())
-    yield start(device="cpu")
-    dist.destroy_process_group()
 
 
 def counts(step: Callable[[], object]) -> dict[str, int]:
@@ -39,7 +29,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_alone")
-def test_one_process_is_a_mesh_of_one_without_a_process_group() -> None:
+def test_one_process_is_a_mesh_of_one_without_a_process_group_and_needs_no_collective() -> None:
     parallel = start(device="cpu")
     assert (parallel.dp, parallel.tp, parallel.rank, parallel.mesh) == (1, 1, 0, None)
     assert parallel.is_main and not dist.is_initialized()
@@ -50,6 +40,8 @@ def test_one_process_is_a_mesh_of_one_without_a_process_group() -> None:
         assert parallel.group.size == 1
     model = tiny_model()
     assert parallel.group.shard(model) is model and type(model.embedding) is torch.nn.Embedding
+    alone = counts(lambda: Vocabulary().argmax(whole_text_logits(tiny_model(), [1, 2, 3])))
+    assert alone == collectives_per_step(tiny_config(), 1) == {}
 
 
 @pytest.mark.usefixtures("_alone")
@@ -135,11 +127,6 @@ def test_an_exact_engine_lets_its_ranks_sum_in_order(as_one_of: Parallel, exact:
     expected = collectives_per_step(model.config, 4, exact=exact)
     expected["all_gather_into_tensor"] = expected.pop("all_gather")
     assert counts(lambda: engine.vocabulary.argmax(feed(tokens, 1)[0])) == expected
-
-
-def test_one_rank_needs_no_collective() -> None:
-    alone = counts(lambda: Vocabulary().argmax(whole_text_logits(tiny_model(), [1, 2, 3])))
-    assert alone == collectives_per_step(tiny_config(), 1) == {}
 
 
 @pytest.mark.parametrize("as_one_of", [8], indirect=True)

@@ -34,13 +34,6 @@ def flags(folder: Path, *more: object) -> list[object]:
             "--max-new-tokens", 12, "--ignore-eos", "--gamma", 3, *more]  # fmt: skip
 
 
-def tokens_of_one_process(folder: Path) -> list[list[int]]:
-    config = EngineConfig(batch_size=5, max_seq_len=64, device="cpu", dtype="fp32", compile=False)
-    engine = Engine.from_pretrained(folder, config)
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    return [completion.tokens for completion in engine.generate(PROMPTS, params)]
-
-
 @pytest.mark.parametrize(("n", "tp"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_generate_under_torchrun_prints_once_and_keeps_the_order(n: int, tp: int, model_folder: Path) -> None:
     output, document = model_folder.parent / "out.jsonl", model_folder.parent / "doc.json"
@@ -48,7 +41,10 @@ def test_generate_under_torchrun_prints_once_and_keeps_the_order(n: int, tp: int
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert [record["index"] for record in records] == [0, 1, 2, 3, 4]
-    assert [record["tokens"] for record in records] == tokens_of_one_process(model_folder)
+    config = EngineConfig(batch_size=5, max_seq_len=64, device="cpu", dtype="fp32", compile=False)
+    alone = Engine.from_pretrained(model_folder, config)
+    expected = alone.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True))
+    assert [record["tokens"] for record in records] == [completion.tokens for completion in expected]
     assert sorted(re.findall(r"^--- (\d): length$", done.stdout, re.M)) == ["0", "1", "2", "3", "4"]
     assert len(re.findall(r"^  draft  ", done.stdout, re.M)) == 1
     assert f"{n // tp} replicas x {tp} that hold one together" in done.stdout

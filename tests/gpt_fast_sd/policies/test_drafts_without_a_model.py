@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_fast_sd import SamplingParams
-from gpt_fast_sd.model import Transformer
+from gpt_fast_sd.model import RopeScaling, Transformer
 from gpt_fast_sd.policies.lookup import look_up
 from gpt_fast_sd.state import RoundPlan
 from tests.gpt_fast_sd.policies.drafting import PROMPTS, drafting, tokens_of
@@ -25,13 +25,15 @@ DEEP = tiny_config(n_layers=4)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_first_layers_are_the_models_own_and_give_the_logits_of_a_truncated_one(n: int, tied: bool) -> None:
-    model = tiny_model(tiny_config(n_layers=4, tie_embeddings=tied))
+    how: dict[str, Any] = {"tie_embeddings": tied}
+    how |= {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=32)}  # which has a length, too
+    model = tiny_model(tiny_config(n_layers=4, **how))
     short = model.first_layers(n)
     own = {parameter.data_ptr() for parameter in model.parameters()}
     assert all(parameter.data_ptr() in own for parameter in short.parameters())
     assert short.rope_freqs is model.rope_freqs and not short.training
     assert len(model.layers) == model.config.n_layers == 4 and short.config.n_layers == n
-    truncated = Transformer(tiny_config(n_layers=n, tie_embeddings=tied)).eval().requires_grad_(False)
+    truncated = Transformer(tiny_config(n_layers=n, **how)).eval().requires_grad_(False)
     truncated.load_state_dict({name: x for name, x in model.state_dict().items() if name in truncated.state_dict()})
     ids = random_ids(40)
     assert torch.equal(whole_text_logits(short, ids), whole_text_logits(truncated, ids))

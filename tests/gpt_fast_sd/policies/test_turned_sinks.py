@@ -34,10 +34,6 @@ def window_start(length: int) -> int:
     return max(SINKS, length - WINDOW)
 
 
-def chunks(length: int) -> list[Block]:
-    return [(start, min(start + 256, length), window_start(start)) for start in range(0, length, 256)]
-
-
 def in_transformers(folder: Path, model: Transformer) -> Any:
     transformers = pytest.importorskip("transformers")
     save_hugging_face(model, folder, dtype=torch.float32)
@@ -92,7 +88,8 @@ def test_a_prompt_is_prefilled_and_drafted_from_as_streaming_llm_does(tmp_path: 
     one.warm_up()
     found.clear()
     next(one.stream([ids], SamplingParams(max_tokens=9)))
-    blocks = [*chunks(n - 1), (max(0, n - 2), n, window_start(max(0, n - 2)))]
+    chunks = [(start, min(start + 256, n - 1), window_start(start)) for start in range(0, n - 1, 256)]
+    blocks = [*chunks, (max(0, n - 2), n, window_start(max(0, n - 2)))]
     wanted = streamed(in_transformers(tmp_path, model), ids, blocks).float()
     torch.testing.assert_close(found[0][0], wanted, rtol=1e-4, atol=1e-4)
 

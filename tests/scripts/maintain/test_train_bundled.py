@@ -143,23 +143,21 @@ def tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def test_the_shipped_folder_is_small() -> None:
-    assert sum(path.stat().st_size for path in BUNDLED.rglob("*") if path.is_file()) < 32 * 2**20
-
-
 def test_logits_and_ids_are_those_of_transformers(model: Transformer, tokenizer: Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
     text = DOCUMENT[:1200]
     ids = tokenizer.encode(text)
     assert transformers.AutoTokenizer.from_pretrained(BUNDLED)(text)["input_ids"] == ids
     reference = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
-    tokens = torch.tensor([ids])
     with torch.inference_mode():
-        logits = model(tokens, torch.arange(len(ids))[None], CausalSelf())
-        torch.testing.assert_close(logits, reference(tokens).logits, rtol=1e-3, atol=1e-3)  # sums in another order
+        expected = reference(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(whole_text_logits(model, ids), expected, rtol=1e-3, atol=1e-3)  # sums in another order
 
 
-def test_the_default_document_is_long_and_leaves_room(model: Transformer, tokenizer: Tokenizer) -> None:
+def test_the_shipped_folder_is_small_and_its_document_is_long_and_leaves_room(
+    model: Transformer, tokenizer: Tokenizer
+) -> None:
+    assert sum(path.stat().st_size for path in BUNDLED.rglob("*") if path.is_file()) < 32 * 2**20
     n_tokens = len(tokenizer.encode(DOCUMENT))
     assert 4096 <= n_tokens <= 12288
     assert n_tokens + 2048 <= model.config.max_seq_len

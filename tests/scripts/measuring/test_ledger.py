@@ -39,6 +39,7 @@ def test_results_stay_for_a_run_with_the_same_settings_and_take_each_others_plac
     ("content", "said"),
     [
         ("my notes", "is not JSON"),
+        ("", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("[1]", "holds no results of this benchmark"),
         ('{"benchmark": "speed", "settings": 7}', "holds no results of this benchmark"),
@@ -55,14 +56,9 @@ def test_a_file_of_something_else_or_of_other_settings_is_left_alone(tmp_path: P
     with pytest.raises(ValueError, match=said):
         ledger(file, pairs=7)
     assert file.read_text() == content
-
-
-@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"benchmark": "speed", "points": [1]}'])
-def test_a_damaged_file_holds_no_results(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "x.json"
-    file.write_text(content)
-    with pytest.raises(ValueError, match=r"x\.json holds no results of this program"):
-        read_document(file, "speed")
+    if "measured" not in said:
+        with pytest.raises(ValueError, match=r"x\.json holds no results of this program"):
+            read_document(file, "speed")
 
 
 def test_what_results_lack_is_said_with_the_name_of_their_file(tmp_path: Path) -> None:

@@ -156,22 +156,17 @@ def test_json_in_a_script_refuses_what_is_not_json() -> None:
         in_script(float("nan"))
 
 
-def long_run(n_requests: int, n_rounds: int, piece: str) -> Recorder:
-    """Rounds of 17 such tokens for each request, of which the drafts of every second are refused, all views full."""
+@pytest.mark.parametrize("shape", [(1, 1200), (60, 60), (8, 300)], ids=str)
+@pytest.mark.parametrize("piece", ["a", " \u2028<&>\U0001f642" * 12], ids=["short", "long"])
+def test_a_page_stays_small_and_says_what_it_leaves_out(shape: tuple[int, int], piece: str) -> None:
+    """Of 17 such tokens for each request a round, of which the drafts of every second are refused, all views full."""
+    n_requests, n_rounds = shape
     recorder = recorder_of([piece] * 17, *[[0] * 5000] * n_requests, most=17 * n_rounds)
     read = dict.fromkeys(range(n_requests), torch.rand(5000 + 17 * n_rounds))
     for number in range(n_rounds):
         kept = 0 if number % 2 else 16
         events = [an_event([piece] * (kept + 1), drafted=16, accepted=kept, index=i) for i in range(n_requests)]
         recorder(a_round(*events, read=read, gamma=16))
-    return recorder
-
-
-@pytest.mark.parametrize("shape", [(1, 1200), (60, 60), (8, 300)], ids=str)
-@pytest.mark.parametrize("piece", ["a", " \u2028<&>\U0001f642" * 12], ids=["short", "long"])
-def test_a_page_stays_small_and_says_what_it_leaves_out(shape: tuple[int, int], piece: str) -> None:
-    n_requests, n_rounds = shape
-    recorder = long_run(n_requests, n_rounds, piece)
     facts = [(piece * 100, piece * 100)] * 12
     html = page(recorder, piece * 1000, ways={"speculative": Way.of([EngineStats()] * 3)}, facts=facts)
     assert len(html.encode("utf-8")) <= MOST_BYTES
@@ -209,10 +204,14 @@ def test_stretches_of_a_view_hold_the_share_of_their_positions_that_was_read() -
         assert value == int(np.ceil(63 * len(read & set(here)) / len(here) - 1e-9))
 
 
-def test_a_text_that_ends_early_is_not_drawn_as_long_as_it_might_have_been() -> None:
-    recorder = recorder_of(["a"], [0] * 100, most=900, drafter="full")
-    recorder(a_round(an_event(["a"], drafted=1), read={0: torch.ones(100)}))
-    views = recorder.as_dict([0])["requests"][0]["views"]
+def test_a_text_that_ends_early_is_not_drawn_as_long_as_it_might_have_been_nor_are_keys_that_nobody_reads() -> None:
+    found = []
+    for drafter, read in (("full", torch.ones(100)), ("lookup", torch.zeros(100))):
+        recorder = recorder_of(["a"], [0] * 100, most=900, drafter=drafter)
+        recorder(a_round(an_event(["a"], drafted=1), read={0: read}))
+        found.append(recorder.as_dict([0])["requests"][0]["views"])
+    views, none = found
+    assert none is None
     assert 101 <= views["length"] < 101 + 1000 / WIDTH + 1
     assert len(views["sum"]) == len(views["rounds"][0][1]) < WIDTH
 
@@ -220,12 +219,6 @@ def test_a_text_that_ends_early_is_not_drawn_as_long_as_it_might_have_been() -> 
 def test_a_run_of_cuda_graphs_says_that_its_parts_were_not_seen() -> None:
     run = run_of(story("abcdef", timed=False))
     assert run["whole"] and "CUDA graph" in run["left_out"][0]
-
-
-def test_a_policy_that_reads_no_keys_has_no_picture_of_what_it_read() -> None:
-    recorder = recorder_of(["a"], [0] * 100, drafter="lookup")
-    recorder(a_round(an_event(["a"], drafted=1), read={0: torch.zeros(100)}))
-    assert recorder.as_dict([0])["requests"][0]["views"] is None
 
 
 def test_a_run_of_nothing_has_a_page_too() -> None:

@@ -52,10 +52,10 @@ def test_forwards_have_few_lengths_and_the_same_logits(monkeypatch: Patch) -> No
     one, ids, lengths = engine(), random_ids(150), set[int]()
     ahead(monkeypatch, Transformer, "hidden", lambda self, tokens, *_: lengths.add(tokens.shape[1]))
     for n in range(2, 151):
-        found = lossless.logits_after(one.model, ids[: n - 1])
+        found = lossless.logits_after(one.model, ids[: n - 1], last := min(3, n - 1))
         if n % 29 == 0:
             with torch.no_grad():
-                whole = one.model(torch.tensor([ids[: n - 1]]), torch.arange(n - 1)[None], CausalSelf())[0, -1:]
+                whole = one.model(torch.tensor([ids[: n - 1]]), torch.arange(n - 1)[None], CausalSelf())[0, -last:]
             assert torch.allclose(found, whole, atol=1e-5)  # fp32 sums in another order
     assert {n for n in lengths if n % 64 == 0} == {64, 128, 192} and all(n % 64 == 0 or n % 29 == 28 for n in lengths)
 

@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 
+import benchmark
 from measuring import plots
 from measuring.tables import Column, Table, shown
 from tests.helpers import DATA
-
-
-def read(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((DATA / name).read_text(encoding="utf-8"))
-    return document
 
 
 def test_a_row_stands_under_its_headings_and_in_markdown() -> None:
@@ -45,10 +41,10 @@ def test_spreads_have_whiskers_and_numbers_have_none() -> None:
 
 def test_what_is_in_the_repository_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    sweep = read("sweep.json")
+    sweep = json.loads((DATA / "sweep.json").read_text(encoding="utf-8"))
     drawn = plots.draw_sweep(sweep["points"], sweep["lengths"], "a sweep", tmp_path / "sweep")
     assert [path.stem for path in drawn] == ["speedup_by_batch", "speedup_by_context", "throughput_latency"]
-    frontiers = [read(f"acceptance_{name}.json") for name in ("2000_t0", "4000_t0", "2000_t0.8")]
-    plots.draw_acceptance(frontiers, "acceptance", tmp_path / "acceptance.png")
+    files = [str(DATA / f"acceptance_{name}.json") for name in ("2000_t0", "4000_t0", "2000_t0.8")]
+    benchmark.main(["--draw", *files, "--plots", str(tmp_path)])
     for path in (*drawn, tmp_path / "acceptance.png"):
         assert path.read_bytes().startswith(b"\x89PNG")

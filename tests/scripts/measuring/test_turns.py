@@ -116,10 +116,7 @@ def test_steady_speed_leaves_out_the_first_round_and_whatever_comes_when_a_row_e
         [(0, 1, False), (1, 1, True)], [(0, 5, False)], [(0, 5, True)],
     ]  # fmt: skip
     assert steady_speed(stream_of(rounds)) == pytest.approx((2 + 3 + 4 + 1) / 2.0)
-
-
-def test_runs_of_a_round_or_two_have_no_steady_speed() -> None:
-    assert steady_speed([]) is None
+    assert steady_speed([]) is None  # nor has a run of a round or two one
     assert steady_speed(stream_of([[(0, 3, True)]])) is None
     assert steady_speed(stream_of([[(0, 3, False)], [(0, 3, True)]])) is None
 
@@ -165,45 +162,34 @@ def test_the_prediction_meets_the_measurement_where_nothing_is_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("values", "context", "of_measured", "phrase"),
     [
-        ([1.1, 1.2, 1.3], (None, "below")),
-        ([0.7, 0.8, 0.9], (None, "none")),
-        ([0.9, 1.1, 1.2], (math.sqrt(1000 * 4000), "between")),
-        ([0.9, 1.0, 1.2], (4000.0, "between")),
-        ([0.5, 0.75, 1.25], (math.sqrt(4000 * 16000), "between")),
-        ([1.2, 0.9, 1.1], (math.sqrt(4000 * 16000), "between")),  # from there on it stays above
-        ([1.2, 1.1, 1.0], (None, "none")),
+        ([1.1, 1.2, 1.3], None, "below", "below 1,000"),
+        ([0.7, 0.8, 0.9], None, "none", "none up to 16,000"),
+        ([0.9, 1.1, 1.2], math.sqrt(1000 * 4000), "between", "2,000"),
+        ([0.9, 1.0, 1.2], 4000.0, "between", "4,000"),
+        ([0.5, 0.75, 1.25], math.sqrt(4000 * 16000), "between", "8,000"),
+        ([1.2, 0.9, 1.1], math.sqrt(4000 * 16000), "between", "8,000"),  # from there on it stays above
+        ([1.2, 1.1, 1.0], None, "none", "none up to 16,000"),
     ],
 )
-def test_a_crossing_is_where_the_line_stays_above_over_log2_of_the_context(values: list[float], expected: Any) -> None:
-    found, (context, of_measured) = crossing([1000, 4000, 16000], values, 1.0), expected
-    assert found["of_measured"] == of_measured
+def test_a_crossing_is_where_the_line_stays_above_over_log2_of_the_context(
+    values: list[float], context: float | None, of_measured: str, phrase: str
+) -> None:
+    found = crossing([1000, 4000, 16000], values, 1.0)
+    assert (found["of_measured"], found["phrase"]) == (of_measured, phrase)
     assert found["context"] == (pytest.approx(context) if context else None)
-
-
-def test_a_crossing_says_so_where_there_is_none() -> None:
-    told = {speed: crossing([1000, 4000], [speed, 1.5], 1.0)["phrase"] for speed in (1.1, 0.5)}
-    assert told == {1.1: "below 1,000", 0.5: "2,000"}
-    assert crossing([1000, 4000], [1.1, 0.9], 1.0)["phrase"] == "none up to 4,000"
-
-
-def measured(batch: int, context: int, steady: float) -> dict[str, Any]:
-    """As much of a point as the lengths are read from."""
-    return {
-        "batch": batch, "context": context, "policy": "streaming", "budget": 256, "gamma": 6,
-        "speedup": {"steady": {"median": steady}, "completion": {"median": 0.0}},
-    }  # fmt: skip
 
 
 def test_the_critical_length_is_where_the_speedup_begins_to_grow_with_the_batch() -> None:
     """As MagicDec's figure: it falls with the batch at 1K, does not change at 2K, and rises at 8K."""
     table = {1000: [0.8, 0.7, 0.6], 2000: [0.9, 0.9, 0.9], 8000: [1.0, 1.4, 1.8]}
     points = [
-        measured(batch, context, value)
+        {"batch": batch, "context": context, "policy": "streaming", "budget": 256, "gamma": 6,
+         "speedup": {"steady": {"median": steady}, "completion": {"median": 0.0}}}
         for context, row in table.items()
-        for batch, value in zip((1, 4, 16), row, strict=True)
-    ]
+        for batch, steady in zip((1, 4, 16), row, strict=True)
+    ]  # fmt: skip
     *evens, critical = lengths_of(points)
     assert (critical["kind"], critical["context"], critical["of_measured"]) == ("critical length", 2000.0, "between")
     assert critical["slopes"] == pytest.approx([-0.05, 0.0, 0.2])

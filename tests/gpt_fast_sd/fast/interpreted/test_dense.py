@@ -131,14 +131,10 @@ def test_a_query_past_the_keys_in_view_reads_nothing_and_gives_0(way: str) -> No
     assert case.attend().equal(got)
 
 
-def test_queries_may_stand_in_any_order() -> None:
-    case = Case([150, 20], n_tokens=5)
+def test_queries_may_stand_in_any_order_and_they_and_positions_have_any_strides() -> None:
+    case = Case([150, 20], n_tokens=5, group=3)
     case.pos = torch.tensor([[150, 0, 64, 63, 128], [20, 20, 0, 3, 5]])
     check(case)
-
-
-def test_positions_and_queries_may_have_any_strides() -> None:
-    case = Case([150, 20], n_tokens=3, group=3)
     got = case.attend()
     case.pos = torch.stack([case.pos, case.pos * 0], -1)[..., 0]
     case.q = case.q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)

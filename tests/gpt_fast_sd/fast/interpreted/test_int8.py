@@ -54,12 +54,9 @@ def test_any_number_of_rows_is_multiplied_as_fp64_does(n_rows: int, dtype: torch
     check(*case(n_rows, 192, 72, dtype, biased=n_rows % 2 == 1))
 
 
-@pytest.mark.parametrize(("n_in", "n_out"), [(8, 1), (96, 33), (128, 64), (576, 40)])
-def test_any_sizes_are_multiplied_as_fp64_does(n_in: int, n_out: int) -> None:
-    check(*case(3, n_in, n_out, BF16))
-
-
-def test_blocks_of_64_outputs_are_multiplied_as_fp64_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_sizes_and_blocks_of_64_outputs_are_multiplied_as_fp64_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for n_in, n_out in ((8, 1), (96, 33), (128, 64), (576, 40)):
+        check(*case(3, n_in, n_out, BF16))
     monkeypatch.setattr(int8_triton, "MANY_OUTPUTS", 100)
     check(*case(20, 160, 130, BF16, biased=True))
 

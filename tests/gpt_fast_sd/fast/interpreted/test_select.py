@@ -46,22 +46,16 @@ def test_the_best_pages_are_those_of_a_stable_sort(n_pages: int) -> None:
         assert_best(rows_of_every_kind(n_pages), n_valid, n)
 
 
-def test_a_bisection_that_meets_a_score_itself_takes_it() -> None:
-    scores = (1.0 + torch.tensor([5, 0, 7, 2, 6, 1, 4, 3]) * 2.0**-23) * torch.tensor([[1.0], [-1.0]])  # neighbours
-    for n in range(1, 9):
-        assert_best(scores, torch.tensor(8), n)
-
-
-def test_a_bisection_that_ends_at_0_takes_zeros_of_both_signs() -> None:
-    for zeros in ([0.0], [-0.0], [-0.0, 0.0], [0.0, -0.0]):
-        scores = [-1.0, *zeros, 1.0]  # symmetric: 0 is the first middle
-        for n in range(1, len(scores) + 1):
-            assert_best(torch.tensor([scores]), torch.tensor(9), n)
-
-
-def test_a_row_whose_best_is_minus_0_gives_no_more_than_what_is_wanted() -> None:
+MET = [  # scores that a bisection meets, and 0, its first middle of symmetric ones, of both signs
+    *([sign * (1.0 + i * 2.0**-23) for i in (5, 0, 7, 2, 6, 1, 4, 3)] for sign in (1, -1)),
+    *([-1.0, *zeros, 1.0] for zeros in ([0.0], [-0.0], [-0.0, 0.0], [0.0, -0.0])),
     # 0.0 is the score above -0.0, and as -0.0 is at or above it, all zeros were taken, past the end of the list
-    for scores in ([-0.0], [-0.0] * 5, [-1.0, -0.0, -2.0, -0.0, -0.0], [NAN, -0.0, -0.0]):
+    [-0.0], [-0.0] * 5, [-1.0, -0.0, -2.0, -0.0, -0.0], [NAN, -0.0, -0.0],
+]  # fmt: skip
+
+
+def test_a_bisection_takes_what_it_meets_and_zeros_of_both_signs_and_no_more_than_is_wanted() -> None:
+    for scores in MET:
         for n in range(1, len(scores) + 2):
             assert_best(torch.tensor([scores, scores]), torch.tensor(9), n)
 
@@ -172,15 +166,6 @@ def test_quest_takes_the_pages_whose_boxes_promise_most(
             bounds[row, :, closed:] = behind
         for room in ROOMS:
             assert room.quest_pages(q, bounds, n_closed, 4).tolist() == expected
-
-
-def test_quest_lets_no_query_rule_by_its_size() -> None:
-    bounds = torch.zeros(1, 1, 6, 16)
-    bounds[0, 0, 1, 0], bounds[0, 0, 4, 1] = 1.0, 1.0
-    q = torch.zeros(1, 2, 1, 8)
-    q[0, 0, 0, 0], q[0, 1, 0, 1] = 100.0, 1.0  # the second head is small; its best page is the fifth
-    for room in ROOMS:
-        assert room.quest_pages(q, bounds, torch.tensor([6]), 2).tolist() == [[[1, 4]]]
 
 
 # ---- the search for the cut ------------------------------------------------------------------------------------------
