@@ -132,9 +132,7 @@ class SamplingParams:
     max_drafts: int | None = flag_field(
         None, "drafts that a row may keep in a round; 0: it decodes plainly beside others", unset="all", metavar="N"
     )
-    stop_token_ids: Sequence[int] | None = flag_field(
-        None, "end at this token, too; may be repeated", flag="stop_token_id"
-    )
+    stop_token_ids: Sequence[int] | None = flag_field(None, "also end at it; repeatable", flag="stop_token_id")
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():  # of which a number may be numpy's or torch's
