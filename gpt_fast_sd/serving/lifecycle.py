@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Generator, Iterator
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ class Access:
     """Whether an engine on a device is idle, at work, closed or broken; RuntimeError if a call must not be made."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._process = device, os.getpid()
         self._working = threading.Lock()  # held by a call that decodes; threads may begin at once
         self.closed = False
         self.failure: str | None = None  # the error of the device
@@ -35,7 +36,9 @@ class Access:
         return self._working.locked()
 
     def require_open(self) -> None:
-        """RuntimeError for an engine that is closed or broken."""
+        """RuntimeError for an engine that is closed or broken, or another process's threads would be waited for."""
+        if os.getpid() != self._process and (self.device.type != "cpu" or torch.get_num_threads() > 1):
+            raise RuntimeError("this process was forked from the one that built the engine: build one in each process")
         if self.failure:
             raise RuntimeError(self._broken)
         if self.closed:

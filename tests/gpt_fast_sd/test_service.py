@@ -1,6 +1,7 @@
 """What several threads and an event loop submit is decoded together, as `generate` decodes it."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import textwrap
@@ -158,3 +159,25 @@ def test_a_program_may_end_while_requests_are_at_work() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.startswith("[") and not done.stderr, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process is forked here")
+def test_a_process_that_was_forked_says_so_and_does_not_wait_for_threads_it_lacks() -> None:
+    program = """
+        import os, torch
+        from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+        torch.set_num_threads(2)
+        one = Engine.from_pretrained("bundled", EngineConfig(device="cpu", compile=False, max_seq_len=512))
+        one.generate("It was", SamplingParams(max_tokens=2))
+        if not os.fork():
+            for call in (one.generate, one.submit):
+                try:
+                    call("It was")
+                except RuntimeError as error:
+                    print(error, flush=True)
+            os._exit(0)
+        os.wait()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("forked from the one that built the engine: build one in each process") == 2, done.stderr
