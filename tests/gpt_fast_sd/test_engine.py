@@ -197,7 +197,7 @@ def test_an_engine_that_is_streaming_takes_no_other_work() -> None:
 # ---- logits, dtypes, quantization ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 2, 40, 300])
+@pytest.mark.parametrize("n", [1, 2, 40, 700])
 def test_logits_are_those_of_the_whole_text(n: int) -> None:
     one, ids = engine(), random_ids(n)
     logits = one.logits(ids)
