@@ -24,8 +24,6 @@ from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, plans_of
 from tests.helpers import ahead, random_ids, tiny_engine
 
-BELOW_1 = 1.0 - 2.0**-24  # the largest number uniform() gives
-
 # ---- one result ----------------------------------------------------------------------------------------------------
 
 
@@ -114,15 +112,6 @@ def test_sampled_verdicts_are_those_of_the_slow_reference(n_rows: int, gamma: in
     arguments = (p, q, drafted, max_accept, accept_u, next_u)
     expected = [slow_sampled(*row) for row in zip(*(x.tolist() for x in arguments), strict=True)]
     assert outcome(verify_sampled(unread(p, max_accept), unread(q, max_accept - 1), *arguments[2:])) == expected
-
-
-def test_a_rejection_that_leaves_no_residual_draws_from_p() -> None:
-    p = torch.tensor([[[0.0, 1.0, 0.0, 0.0]] * 2])
-    q = torch.tensor([[[0.0, 1.0, 1e-9, 0.0]]])  # sums to 1 in fp32
-    for u in (0.0, 0.5, BELOW_1):
-        numbers = torch.full((1, 2), u)
-        result = verify_sampled(p, q, torch.tensor([[2]]), torch.tensor([1]), numbers[:, :1], numbers)
-        assert outcome(result) == [(0, 1)]
 
 
 # ---- what is committed, and planned ----------------------------------------------------------------------------------

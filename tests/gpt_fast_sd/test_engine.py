@@ -15,7 +15,7 @@ import torch
 from torch.utils import _device
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.model import SPLIT, ModelConfig, save_hugging_face
+from gpt_fast_sd.model import ModelConfig, save_hugging_face
 from gpt_fast_sd.serving.requests import TokenEvent
 from tests.gpt_fast_sd.policies.drafting import tokens_of
 from tests.helpers import ByteTokenizer, few, random_ids, tiny_config, tiny_engine, tiny_model, whole_text_logits
@@ -105,7 +105,7 @@ def test_what_the_caller_sets_for_other_work_changes_no_token_and_stays_the_call
 
 
 def test_greedy_tokens_are_those_of_the_whole_text_run_again() -> None:
-    prompts = [PROMPTS[i] for i in (0, 1, 3, 5, 6)]
+    prompts = [PROMPTS[i] for i in (0, 2, 3, 5, 6)]
     completions = engine().generate(prompts, SamplingParams(max_tokens=8))
     assert tokens_of(completions) == [slow_greedy(prompt, 8) for prompt in prompts]
     assert len({token for c in completions for token in c.tokens}) > 15  # the model is not stuck on a token
@@ -197,7 +197,7 @@ def test_an_engine_that_is_streaming_takes_no_other_work() -> None:
 # ---- logits, dtypes, quantization ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 2, 40, 300])
+@pytest.mark.parametrize("n", [1, 2, 40, 700])
 def test_logits_are_those_of_the_whole_text(n: int) -> None:
     one, ids = engine(), random_ids(n)
     logits = one.logits(ids)
@@ -220,34 +220,6 @@ def test_16_bits_of_a_cache_or_of_all_run_and_stay_near(kv_dtype: str | None, of
     assert 0 < difference.norm() <= most * wide.logits(ids).norm()
     params = [SamplingParams(max_tokens=5, temperature=float(i % 2)) for i in range(6)]
     assert [len(tokens) for tokens in tokens_of(narrow.generate(PROMPTS[:6], params))] == [5] * 6
-
-
-# ---- stats ---------------------------------------------------------------------------------------------------------
-
-
-def test_stats_count_what_was_done() -> None:
-    one = engine(batch_size=2)
-    completions = one.generate([PROMPTS[5], PROMPTS[7], [5]], [SamplingParams(max_tokens=n) for n in (4, 2, 3)])
-    stats = one.stats
-    assert stats.prefill_tokens == 255 + 9 + 0  # the last prompt token is decoded
-    assert stats.decode_tokens == 4 + 2 + 3
-    assert stats.rounds == 5  # slot 0: four, slot 1: two and three
-    assert stats.row_rounds == 9 and stats.tokens_per_round == 1.0
-    assert stats.recompiles == 0 and stats.acceptance_rate == 0.0
-    assert [(c.stats.rounds, c.stats.emitted) for c in completions] == [(4, 4), (2, 2), (3, 3)]
-    assert stats.prefill_seconds > 0 and stats.decode_seconds > 0
-    assert stats.decode_seconds == pytest.approx(stats.verify_seconds + stats.host_seconds)
-    list(one.stream([PROMPTS[7]], SamplingParams(max_tokens=3)))  # they are those of the latest call
-    assert (one.stats.decode_tokens, one.stats.prefill_tokens, one.stats.rounds) == (3, 9, 3)
-
-
-def test_kv_bytes_are_every_slot_to_the_end_of_the_last_split_in_view() -> None:
-    one = engine(batch_size=2)
-    per_split = 2 * SPLIT * (2 * 2 * 2 * 8 * 4)  # 2 slots; keys and values, 2 layers, 2 kv heads of 8, fp32
-    one.generate([random_ids(511)], SamplingParams(max_tokens=4))
-    # the rounds see 511, 512, 513 and 514 keys
-    assert one.stats.kv_bytes == (2 + 2 + 3 + 3) * per_split
-    assert one.stats.kv_bytes_per_token == 10 * per_split / 4
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

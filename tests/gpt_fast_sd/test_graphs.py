@@ -295,13 +295,6 @@ def test_a_pool_is_closed_even_where_letting_rounds_go_fails(cuda: Cuda, monkeyp
     assert one.schedule.rounds.capture not in GraphPool._alive and not cuda.graphs
 
 
-def test_an_engine_on_a_plain_cpu_closes_too(expected: list[list[int]]) -> None:
-    with engine() as one:
-        assert tokens(one) == expected
-    with pytest.raises(RuntimeError, match=CLOSED):
-        tokens(one)
-
-
 class Left(Exception):
     """The process has ended."""
 

@@ -87,20 +87,6 @@ def test_a_stop_string_ends_the_text_before_it(texts: list[str], stop: str | lis
     assert completion.tokens == list(range(len(shown)))  # the token that completed it included
 
 
-def test_every_way_to_cut_a_text_into_pieces_stops_at_the_same_place() -> None:
-    text, stops = "abcabdabcabcabd!xyz", ["abcabd!", "zzz"]
-    for cuts in range(2 ** (len(text) - 1)):
-        if cuts % 97:  # a sample of them, from no cut to a cut everywhere
-            continue
-        pieces, start = [], 0
-        for at in range(1, len(text)):
-            if cuts >> (at - 1) & 1:
-                pieces.append(text[start:at])
-                start = at
-        _, completion = run([*pieces, text[start:]], stops)
-        assert completion.text == "abcabdabc"
-
-
 @pytest.mark.parametrize(
     ("params", "tokens", "shown", "reason"),
     [
@@ -132,16 +118,6 @@ def test_what_a_decoder_says_of_eos_of_its_end_and_no_decoder_at_all() -> None:
     one = request(None, max_tokens=3)
     assert feed(one, [7, 8, 9]) == ["", "", ""]
     assert one.completion().tokens == [7, 8, 9] and one.completion().text == ""
-
-
-def test_an_event_names_the_prompt_its_tokens_and_who_proposed_them() -> None:
-    one = Request(5, [1], SamplingParams(max_tokens=4), frozenset(), Pieces("a", "b", "c", "d"))
-    first, last = one.commit([0], ["target"]), one.commit([1, 2, 3], ["lookup", "streaming", "target"], 4, 2)
-    assert (first.index, first.tokens, first.text, first.sources) == (5, [0], "a", ["target"])
-    assert (last.index, last.tokens, last.text) == (5, [1, 2, 3], "bcd")
-    assert (last.pieces, last.sources) == (["b", "c", "d"], ["lookup", "streaming", "target"])
-    assert (first.drafted, first.accepted, last.drafted, last.accepted) == (0, 0, 4, 2)
-    assert first.completion is None and last.completion == one.completion()
 
 
 def test_an_event_names_the_drafts_that_were_refused_before_the_texts_end() -> None:
@@ -225,16 +201,4 @@ def test_drafts_are_counted_by_their_position_in_the_round() -> None:
         "drafted_by_position": [3, 2, 2], "accepted_by_position": [2, 1, 0],
     }  # fmt: skip
     assert stats.emitted == 8
-
-
-def test_totals_count_rounds_by_their_drafts_and_drafts_by_their_position() -> None:
-    stats = EngineStats(decode_tokens=9, decode_seconds=3.0, row_rounds=4, kv_bytes=90)
-    stats.count(3, judged=[3, 1], accepted=[2, 0])
-    stats.count(0, judged=[0, 0], accepted=[0, 0])
-    stats.count(1, judged=[1], accepted=[1])
-    assert stats.drafted_by_position == [3, 1, 1] and stats.accepted_by_position == [2, 1, 0]
-    assert stats.rounds == 3 and stats.rounds_by_gamma == {3: 1, 0: 1, 1: 1}
-    assert (stats.drafted, stats.accepted, stats.acceptance_rate) == (5, 3, 0.6)
-    assert (stats.tokens_per_round, stats.decode_tokens_per_second, stats.kv_bytes_per_token) == (2.25, 3.0, 10.0)
     assert CompletionStats().tokens_per_round == EngineStats().kv_bytes_per_token == 0.0  # nothing divides by nothing
-    assert json.loads(json.dumps(stats.as_dict()))["rounds_by_gamma"] == {"0": 1, "1": 1, "3": 1}

@@ -99,15 +99,6 @@ def test_between_two_rounds_there_is_one_chunk_at_most(name: str, kind: str, ord
             assert told(alone) == told([got[i]])
 
 
-def test_prompts_begin_together_and_held_ones_at_once(order: Watch) -> None:
-    one, params = engine("off"), SamplingParams(max_tokens=4, ignore_eos=True)
-    one.generate(PROMPTS[3:6], params)
-    assert (one.stats.rounds, one.stats.row_rounds) == (4, 12)
-    calls = order(one)
-    list(one.stream(PROMPTS[3:6], params))
-    assert calls == ["round"] * 4 and one.stats.prefill_tokens == 0
-
-
 # ---- what ends half-way ----------------------------------------------------------------------------------------------
 
 

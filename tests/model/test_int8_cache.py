@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import FORMATS, PRESETS, SPLIT, CacheLayer, KVCache, as_int8, as_planes
+from gpt_fast_sd.model import FORMATS, PRESETS, SPLIT, KVCache, as_int8, as_planes
 from tests.helpers import tiny_config
 
 B, K, H = 3, 2, 8
@@ -21,15 +21,6 @@ def meant(x: Tensor, scale: Tensor | None) -> Tensor:
     """What int8 numbers [..., H] with their scales [...] stand for, fp32."""
     assert scale is not None
     return x.float() * scale.float()[..., None]
-
-
-def noisy(cache: KVCache) -> KVCache:
-    """The cache, full of other bytes in each place."""
-    generator = torch.Generator().manual_seed(0)
-    for buffer in cache.buffers:
-        noise = torch.randint(-127, 128, buffer.shape, generator=generator)
-        buffer.copy_(noise if buffer.dtype == torch.int8 else noise.abs() + 1)
-    return cache
 
 
 def words(*shape: int, seed: int = 1) -> Tensor:
@@ -87,58 +78,6 @@ def test_scales_are_within_what_fp16_holds() -> None:
     assert data.eq(0).all() and stored.gt(0).all()
 
 
-def test_a_token_is_quantized_alone() -> None:
-    before, after = noisy(cache_of()), noisy(cache_of())
-    pos = torch.tensor([[3, 4], [255, 256], [0, 299]])
-    k, v = words(B, K, 2, H), 50 * words(B, K, 2, H, seed=2)
-    k[1, 0] = 0.0
-    after.layers[1].store(pos, k, v)
-    for old, new in zip(before.buffers, after.buffers, strict=True):
-        written = torch.zeros(new.shape[:3], dtype=torch.bool)
-        if any(new is x for x in after.layers[1].buffers):
-            written[torch.arange(B)[:, None], :, pos] = True
-        assert torch.equal(old[~written], new[~written])
-    layer = after.layers[1]
-    for data, scale, given in ((layer.k, layer.k_scale, k), (layer.v, layer.v_scale, v)):
-        assert scale is not None
-        expected = as_int8(given)
-        row = torch.arange(B)[:, None]
-        assert torch.equal(data[row, :, pos].transpose(1, 2), expected[0])
-        assert torch.equal(scale[row, :, pos].transpose(1, 2), expected[1])
-
-
-def test_a_token_has_the_same_bytes_in_any_call_and_over_a_rejected_one() -> None:
-    one, many = cache_of(1), cache_of(1)
-    pos, k, v = torch.arange(40).repeat(B, 1), words(B, K, 40, H), words(B, K, 40, H, seed=2)
-    many.layers[0].store(pos, 1e3 * words(B, K, 40, H, seed=5), words(B, K, 40, H, seed=6))  # rejected
-    many.layers[0].store(pos, k, v)
-    for t in range(40):
-        one.layers[0].store(pos[:, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1])
-    assert all(map(torch.equal, one.buffers, many.buffers))
-
-
-@pytest.mark.parametrize(("form", "n"), [("int8", 4), ("planes", 6)])
-def test_scales_and_planes_go_wherever_their_numbers_go(form: str, n: int) -> None:
-    cache = cache_of(form=form)
-    for buffer in cache.buffers:
-        buffer.copy_(torch.randint(1, 128, buffer.shape))
-    before = [buffer.clone() for buffer in cache.buffers]
-    assert [len(layer.buffers) for layer in cache.layers] == [n, n]
-    layer, again = cache.layers[0], CacheLayer(cache.layers[0].format, *cache.layers[0].buffers)
-    assert all(a is b for a, b in zip(again.buffers, layer.buffers, strict=True))
-    assert [x.data_ptr() for x in cache.slot(1)[1].buffers] == [x[1:].data_ptr() for x in cache.layers[1].buffers]
-    assert cache.first_layers(1).buffers == list(cache.layers[0].buffers)
-    cache.copy(0, 2, 100)
-    assert all(torch.equal(x[2, :, :100], x[0, :, :100]) for x in cache.buffers)
-    assert all(torch.equal(x[2, :, 100:], was[2, :, 100:]) for x, was in zip(cache.buffers, before, strict=True))
-    for buffer in cache.buffers:
-        if buffer.dtype == torch.float16:
-            buffer[1] = float("nan")
-    cache.vacate(1, keep=7)
-    assert all(not x[1, :, 7:].any() for x in cache.buffers)
-    assert all(torch.equal(x[0], was[0]) for x, was in zip(cache.buffers, before, strict=True))
-
-
 @pytest.mark.parametrize(
     ("name", "share"), [("HuggingFaceTB/SmolLM2-135M", 66 / 128), ("meta-llama/Llama-3.1-8B", 130 / 256)]
 )
@@ -172,24 +111,6 @@ def test_every_number_lies_in_both_planes() -> None:
     # the first half of a head in the low nibbles
     assert torch.equal(upper[0] % 16, (x[0, :32].int() + 128).byte() // 16)
     assert torch.equal(upper[0] // 16, (x[0, 32:].int() + 128).byte() // 16)
-
-
-def test_planes_hold_the_bytes_and_the_scales_of_a_cache_without() -> None:
-    byte, plane = cache_of(), cache_of(form="planes")
-    pos, k, v = torch.tensor([[3, 4], [255, 256], [0, 299]]), words(B, K, 2, H), 50 * words(B, K, 2, H, seed=2)
-    for cache in (byte, plane):
-        cache.layers[1].store(pos, k, v)
-    one, other = byte.layers[1], plane.layers[1]
-    assert other.k_low is not None and other.v_low is not None
-    # -128, which is never stored, is both nibbles of 0: what nobody has written reads as that
-    row = torch.arange(B)[:, None]
-    for data, upper, lower in ((one.k, other.k, other.k_low), (one.v, other.v, other.v_low)):
-        assert torch.equal(whole(upper, lower)[row, :, pos], data[row, :, pos].int())
-        written = torch.zeros(upper.shape[:3], dtype=torch.bool)
-        written[row, :, pos] = True
-        assert not upper[~written].any() and not lower[~written].any()
-    for x, y in ((one.k_scale, other.k_scale), (one.v_scale, other.v_scale)):
-        assert x is not None and y is not None and torch.equal(x, y)
 
 
 def test_drafts_share_every_buffer_and_what_is_committed() -> None:

@@ -13,10 +13,9 @@ import benchmark
 from flags import gammas, sizes
 from inputs import prompts
 from measuring import chips, modes, turns
-from measuring.chips import Chip, Rates
-from measuring.forecast import System
-from measuring.grid import Point, Setting
-from tests.helpers import Patch, Printed, Refuses, tiny_config
+from measuring.chips import Rates
+from measuring.grid import Point
+from tests.helpers import Patch, Printed, Refuses
 
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
@@ -403,16 +402,3 @@ def test_a_divergence_is_printed_with_its_gap_and_fails_the_run_but_for_a_near_t
 def test_sizes_and_gammas_are_read_as_they_are_written() -> None:
     assert sizes("4k,1K,500,4000") == [500, 1000, 4000]
     assert gammas("auto,6,4,6") == ["auto", 6, 4]
-
-
-def test_the_prediction_is_the_rooflines_at_the_gammas_and_tokens_that_were_seen() -> None:
-    chip = Chip(name="test", bandwidth=1e6, peak=1e15)
-    system = System(model=tiny_config(), chip=chip, device="cpu", dtype="fp32", room=16)
-    point = Point(batch=2, context=1000, setting=Setting(policy="streaming", budget=100), gamma=3)
-    weights = 4 * (2 * (2 * 32 * 8 * 6 + 3 * 32 * 48) + 258 * 32)
-    entry = 2 * 2 * 2 * 2 * 8 * 4  # of both rows
-    plain, drafting = (weights + entry * 1008) / 1e3, (weights + entry * 100) / 1e3
-    found = system.predict(point.setting.draft(3, {}), 2, 1000 + 16 / 2, 0.5, 3.0, {0: 2, 3: 8})
-    assert found["plain_ms"] == pytest.approx(plain)
-    assert found["round_ms"] == pytest.approx(plain + 0.8 * 3 * drafting)
-    assert found["speedup"] == pytest.approx(3.0 * plain / (plain + 0.8 * 3 * drafting))

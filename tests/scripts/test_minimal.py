@@ -78,11 +78,6 @@ def test_a_prompt_of_several_chunks_is_read_as_in_one(monkeypatch: pytest.Monkey
     assert lengths[:8] == [9] * 7 + [1] and max(lengths) == 9
 
 
-def test_a_draft_reads_the_sinks_and_the_latest_entries() -> None:
-    places = minimal.sinks_and_window(torch.tensor([20, 6]), budget=7, gamma=2)
-    assert places.tolist() == [[0, 1, 2, 3, 17, 18, 19, 20, 21], [0, 1, 2, 3, 4, 5, 6, 7, 8]]
-
-
 def test_entries_read_are_those_of_the_drafts_and_of_the_verification() -> None:
     texts, took = run(tiny_model(), [random_ids(100)], gamma=2, budget=10, max_tokens=1)
     assert len(texts[0]) == took["rounds"] == 1
@@ -104,12 +99,6 @@ def test_a_rows_output_is_the_same_alone_and_in_a_batch(temperature: float) -> N
     assert took == sum((cost for _, cost in alone), Counter())
 
 
-def test_seeds_give_different_samples_and_one_seed_the_same() -> None:
-    ids = [random_ids(9)] * 3
-    (first, again, other), _ = run(tiny_model(), ids, temperature=1.0, seeds=(4, 4, 5))
-    assert first == again != other
-
-
 def test_a_row_that_ends_leaves_the_batch_and_the_others_go_on() -> None:
     """Its EOS is the last of its tokens, wherever in a round it came; the others' text and cost do not change.
 
@@ -123,32 +112,6 @@ def test_a_row_that_ends_leaves_the_batch_and_the_others_go_on() -> None:
         assert texts == [text[: text.index(eos) + 1] if eos in text else text for text in free]
         alone = [run(model, [one], eos_ids=(eos,), budget=99)[1] for one in ids]
         assert took == sum(alone, Counter())
-
-
-def test_accepted_and_replaced_drafts_follow_the_target_exactly() -> None:
-    """p and q far apart, one token that p never says and one that q never does; the second place hangs on the first."""
-    p0 = torch.tensor([0.05, 0.5, 0.25, 0.2, 0.0])
-    q0 = torch.tensor([0.6, 0.1, 0.0, 0.1, 0.2])
-    p1, q1 = (torch.rand(5, 5).pow(3) for _ in range(2))  # a row for each first token
-    p1, q1 = p1 / p1.sum(-1, keepdim=True), q1 / q1.sum(-1, keepdim=True)
-    bonus = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.0])
-    n = 200_000
-    x0 = torch.multinomial(q0, n, replacement=True)
-    x1 = torch.multinomial(q1[x0], 1)[:, 0]
-    p = torch.stack([p0.expand(n, -1), p1[x0], bonus.expand(n, -1)], 1)
-    q = torch.stack([q0.expand(n, -1), q1[x0]], 1)
-    drafted = torch.stack([x0, x1], 1)
-    n_accepted, following = minimal.accept(p, q, drafted, torch.rand(n, 3))
-    assert {*n_accepted.tolist()} == {0, 1, 2}
-    tokens = torch.cat([drafted, following[:, None]], 1)
-    tokens[torch.arange(n), n_accepted] = following
-    assert chi_square(tokens[:, 0].bincount(minlength=5), n * p0) < 1
-    for first in (x for x in range(5) if p0[x] > 0 and q0[x] > 0):
-        reached = tokens[(n_accepted >= 1) & (tokens[:, 0] == first)]
-        assert chi_square(reached[:, 1].bincount(minlength=5), len(reached) * p1[first]) < 1
-    third = tokens[n_accepted == 2, 2]
-    assert chi_square(third.bincount(minlength=5), len(third) * bonus) < 1
-    assert (n_accepted >= 1).float().mean() == pytest.approx(float(torch.minimum(p0, q0).sum()), abs=0.005)
 
 
 def test_sampled_text_follows_the_model_as_plain_decoding_does() -> None:

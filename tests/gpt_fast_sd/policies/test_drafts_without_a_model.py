@@ -151,13 +151,3 @@ def test_an_idle_slot_may_hold_more_text_than_is_in_view() -> None:
     got = one.generate(PROMPTS[:3], SamplingParams(max_tokens=5))
     assert one.cache.seq_len.max() > 1000  # the long prompt, held by the slot that was not taken
     assert tokens_of(got) == tokens_of(drafting("off").generate(PROMPTS[:3], SamplingParams(max_tokens=5)))
-
-
-def test_it_reads_no_keys() -> None:
-    one = drafting("lookup", gamma=4)
-    assert one.policy is not None
-    assert one.policy.kv_bytes(RoundPlan.of({0: 9}, gamma=4)) == 0
-    read = one.policy.positions_read(one.cache.seq_len)
-    assert read.shape == (2, 4, 2, one.cache.layers[0].k.shape[2]) and not read.any()
-    one.generate(PROMPTS[:4], SamplingParams(max_tokens=5))
-    assert one.policy.graphs == 0

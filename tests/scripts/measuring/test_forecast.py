@@ -48,24 +48,6 @@ KV_BYTES = 2 * 32 * 8 * 128 * 2  # of a token, in bf16
 OUTPUTS = 32 * (4096 + 2048 + 4096 + 28672 + 4096)  # of the matrices of all layers, each of which has a scale in int8
 
 
-def test_a_round_of_sinks_and_a_window_costs_its_bytes_over_the_bandwidth() -> None:
-    one = on_h200().forecast(STREAMING, 0.8, 16, 32000, 4)
-    assert one.target_seconds == pytest.approx((2 * WEIGHTS + KV_BYTES * 32000 * 16) / 4.8e12)
-    assert one.draft_seconds == pytest.approx((2 * WEIGHTS + KV_BYTES * 512 * 16) / 4.8e12)
-    assert one.verify_seconds == pytest.approx(one.target_seconds)  # 80 rows read as long as one
-    assert one.tokens == pytest.approx(tokens(4, 0.8))
-    assert one.select_seconds == 0
-    assert one.ratio == pytest.approx(
-        tokens(4, 0.8) * one.target_seconds / (4 * one.draft_seconds + one.verify_seconds)
-    )
-
-
-def test_a_verification_of_many_rows_is_bound_by_arithmetic() -> None:
-    one = on_h200().forecast(STREAMING, 0.8, 256, 1000, 8)
-    linear, attention = 2 * WEIGHTS * 256 * 9 / 989e12, KV_BYTES * 1000 * 256 / 4.8e12
-    assert one.verify_seconds == pytest.approx(linear + attention)
-
-
 def test_eight_ranks_share_bytes_and_add_up_65_times_per_step() -> None:
     system = on_h200(ranks=Ranks(n=8, link=nvlink(900e9)))
     own = (2 * WEIGHTS + KV_BYTES * 32000 * 64) / 8 / 4.8e12
@@ -365,14 +347,6 @@ def test_quantized_products_reach_the_shares_that_were_published_on_a_gpu_alone(
     assert 4e-3 < step_seconds(LLAMA, H200, 129, *how) - step_seconds(LLAMA, H200, 128, *how) < 5e-3
 
 
-def test_what_splits_hand_on_and_mass_are_the_shares_that_the_kernel_names() -> None:
-    cost = step_cost(LLAMA, 16, 6, 57344)  # 24 queries share a kv head
-    plain = roofline.merged_bytes(LLAMA, 16, 6, 57344, 2048)
-    assert plain / cost.kv_bytes == pytest.approx(0.0235, abs=2e-4)  # 2 * R / split, and the sums
-    none, many, few = (roofline.mass_bytes(LLAMA, 16, 6, 57344, page) / cost.kv_bytes for page in (0, 16, 32))
-    assert (none, many, few) == (0, pytest.approx(144 / 8192), pytest.approx(192 / 16384))  # bytes of a page
-
-
 def test_a_refresh_of_all_rows_at_once_reads_the_weights_once() -> None:
     def seconds(at_once: int, efficiency: Efficiency = IDEAL, batch: int = 16) -> float:
         under, how = Conditions(efficiency=efficiency), {"every": 64, "n_observed": 32, "at_once": at_once}
@@ -412,14 +386,6 @@ def test_kernels_of_a_layer_are_counted_as_they_are_launched() -> None:
 
 
 # ---- lengths ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("efficiency", [IDEAL, EXPECTED])
-def test_more_context_gains_more_with_a_constant_budget(efficiency: Efficiency) -> None:
-    for batch in (1, 16, 64):
-        contexts = (600, 1000, 4000, 16000, 64000, 128_000)
-        ratios = [on_h200().best(STREAMING, 0.8, batch, context, efficiency).ratio for context in contexts]
-        assert ratios == sorted(ratios)
 
 
 def test_break_even_is_where_the_speedup_crosses_one() -> None:

@@ -10,18 +10,13 @@ import torch
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.tp import Parallel
 from measuring import grid
-from measuring.grid import Point, Setting, buildable, draft_label, groups, has_a_model, settings_of
+from measuring.grid import Point, Setting, buildable, groups, has_a_model, settings_of
 from measuring.modes import Mode
 from tests.helpers import ByteTokenizer, few, random_ids, tiny_model
 
 
 def point(policy: str = "streaming", batch: int = 1, context: int = 100, gamma: int | str = 4) -> Point:
     return Point(batch=batch, context=context, setting=Setting(policy=policy, budget=64), gamma=gamma)
-
-
-def test_a_policy_without_a_budget_is_measured_once() -> None:
-    settings = settings_of(["lookup", "full", "quest"], [48, 64])
-    assert [(s.policy, s.budget) for s in settings] == [("lookup", None), ("full", None), ("quest", 48), ("quest", 64)]
 
 
 def test_the_name_of_a_hierarchy_says_who_is_its_cheap_level() -> None:
@@ -94,11 +89,6 @@ def test_a_batch_shares_an_engine_but_for_draft_models_and_exact_mode() -> None:
     assert [len(group) for group in shared] == [4, 2, 2, 4, 2, 2]
     assert [point for group in shared for point in group] == points
     assert [len(group) for group in groups(points, exact=True)] == [2, 2, 1, 1, 1, 1] * 2
-
-
-def test_a_draft_is_named_with_budget_gamma_and_temperature() -> None:
-    assert draft_label(point(gamma="auto").key) == "streaming 64, gamma auto"
-    assert draft_label(point().key | {"temperature": 0.8}) == "streaming 64, gamma 4, T 0.8"
 
 
 class Engines(Mode):

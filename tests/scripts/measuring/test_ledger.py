@@ -10,7 +10,7 @@ import pytest
 
 from inputs.prompts import digest
 from measuring.ledger import Ledger, complete, fingerprint, read_document, write_whole
-from tests.helpers import DATA, tiny_model
+from tests.helpers import tiny_model
 
 
 def ledger(path: Path | None, benchmark: str = "speed", fresh: bool = False, **settings: Any) -> Ledger:
@@ -93,17 +93,3 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 def test_names_of_tokens_and_weights_change_with_them() -> None:
     assert digest([1, 2]) == digest((1, 2)) != digest([12])
     assert fingerprint(tiny_model()) == fingerprint(tiny_model()) != fingerprint(tiny_model(seed=1))
-
-
-@pytest.mark.parametrize(
-    ("file", "benchmark", "results"),
-    [("sweep.json", "batch", "points"), ("acceptance_7900_t0.json", "frontier", "results")],
-)
-def test_results_in_the_repository_are_gone_on_with(file: str, benchmark: str, results: str) -> None:
-    before = read_document(DATA / file, benchmark)
-    n, settings = len(before[results]), before["settings"]
-    known = Ledger(DATA / file, benchmark, settings, {}, results=results)
-    key = {"policy": before[results][-1].get("policy"), "budget": before[results][-1].get("budget")}
-    assert len(known.records) == n and known.find(key)
-    with pytest.raises(ValueError, match="was measured with"):
-        Ledger(DATA / file, benchmark, settings | {"model": "another"}, {}, results=results)

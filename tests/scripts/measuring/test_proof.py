@@ -68,11 +68,6 @@ def test_the_engine_as_it_is_passes_every_check() -> None:
     assert findings[2].figures["moved"] > 0
 
 
-def test_an_int8_cache_passes_refills() -> None:
-    finding = lossless.refill(narrow(kv_dtype="int8"), PROMPTS, N_TOKENS)
-    assert finding.passed, finding.line
-
-
 def from_p(p: Tensor, q: Tensor, drafted: Tensor, most: Tensor, u: Tensor, next_u: Tensor, **how: Any) -> AcceptResult:
     """What follows a refused draft is drawn from p, not from the residual."""
     kept = verify_sampled(p, q, drafted, most, u, next_u, **how).n_accepted
@@ -233,13 +228,6 @@ def test_the_chance_of_a_statistic_is_that_of_tables() -> None:
     assert abs(lossless.chance_of(18.307, 10) - 0.05) < 1e-3  # chi-square of 10, its 95 % quantile
     assert abs(lossless.chance_of(124.342, 100) - 0.05) < 1e-3
     assert lossless.chance_of(lossless.next_above(10), 10) == pytest.approx(lossless.CHANCE, rel=1e-3)
-
-
-def test_cells_hold_all_of_the_distribution(engine: Engine) -> None:
-    params = SamplingParams(**lossless.FILTERED)
-    cells = lossless.Cells.of(lambda ids: engine.logits(ids, last=1)[0], PROMPTS[0], params)
-    assert cells.expected.sum().item() == pytest.approx(1.0) and len(cells.second) == lossless.FOLLOWED
-    assert cells.count([[a, b] for a in range(23) for b in range(23)]).sum() == 23 * 23
 
 
 PEAKED = torch.tensor([5.0, 4.9, 4.8, 4.7, 4.6, 4.5, 0.0, -0.001, -9.0, -9.0])

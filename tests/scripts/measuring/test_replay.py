@@ -11,8 +11,7 @@ from gpt_fast_sd.fast.compile import own_code
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import GREEDY
-from measuring.replay import PROFILES, ROW_STD, Profile, Replay, replay_table
-from measuring.roofline import omega
+from measuring.replay import PROFILES, ROW_STD, Replay, replay_table
 from tests.helpers import random_ids, tiny_engine
 
 CPU = torch.device("cpu")
@@ -45,11 +44,6 @@ def test_rows_differ_and_each_keeps_its_own_chance() -> None:
     assert float(rates.std()) == pytest.approx(ROW_STD, rel=0.3)
     halves = torch.corrcoef(torch.stack([table[:2000].mean(0), table[2000:].mean(0)]))
     assert float(halves[0, 1]) > 0.9
-
-
-def test_the_expectation_without_spread_is_omega() -> None:
-    flat = Profile(chances=(0.5,), source="a coin")
-    assert flat.tokens(3) == pytest.approx(omega(3, 0.5), abs=0.02)
 
 
 def test_a_replayed_verdict_keeps_what_the_table_says_row_after_row_and_wraps_round() -> None:

@@ -142,14 +142,6 @@ def test_a_token_that_would_end_the_script_is_one_of_its_texts() -> None:
     assert request["rounds"] == [[0, [NASTY], [0], 1, [NASTY]]] and request["ending"] == NASTY
 
 
-def test_half_a_surrogate_pair_is_kept_as_it_is() -> None:
-    recorder = recorder_of(["\ud83d", "\ude42", "x"], [2])
-    recorder(a_round(an_event(["\ud83d", "\ude42"])))
-    html = page(recorder, "half", ways={"plain": Way.of([EngineStats()])})
-    assert html.isascii() or html.encode("utf-8")
-    assert run_of(html)["requests"][0]["rounds"][0][1] == ["\ud83d", "\ude42"]
-
-
 def test_json_in_a_script_refuses_what_is_not_json() -> None:
     assert in_script({"a": "</x>&\u2028"}) == '{"a":"\\u003c/x\\u003e\\u0026\\u2028"}'
     with pytest.raises(ValueError, match="not JSON compliant"):
