@@ -168,7 +168,7 @@ def test_a_machine_that_wanders_while_steps_are_timed_and_taken_misleads_nobody(
     assert found[0] >= 0.95 and found[6] >= 0.98  # before steps were judged by those beside them: 0.91 and 0.96
 
 
-@pytest.mark.parametrize("steps", few([0.2, 0.5, 3.0, 100.0, -1.0], [0.5, 100.0, -1.0]))
+@pytest.mark.parametrize("steps", few([0.2, 0.5, 3.0, 100.0, -1.0], [-1.0]))
 def test_a_round_that_stalls_misleads_nobody_for_long(steps: float) -> None:
     cells = list(enumerate([*recorded(), *map(drawn, range(60))]))
     for when in (1, 4):  # as threads awake, and as a try is under way

@@ -511,6 +511,14 @@ def test_a_draft_that_reads_all_is_accepted_often_and_not_always(precision: str,
     assert least < copied.stats.acceptance_rate < 1.0
 
 
+def test_another_draft_may_be_quantized_or_not() -> None:
+    one = engine(draft_of("streaming", gamma=3))
+    expected, before = spoken(one), bytes_of(one.model)
+    for wanted in ("int8", None, "int4"):
+        one.redraft(draft_of("quest", gamma=3, quantize=wanted))
+        assert spoken(one) == expected and is_untouched(one.model, before)
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 BY_32 = "needs inputs that 32 divides, and w_out has 48 and 32$"

@@ -161,6 +161,11 @@ def test_a_stop_string_that_is_seen_a_round_late_still_ends_the_text_there() -> 
     assert (expected[0].finish_reason, expected[0].text) == ("stop", free[: free.index(free[20:22])])
 
 
+def test_exact_mode_keeps_its_bits_in_captured_rounds() -> None:
+    eager, one = (make("streaming", exact=True).generate(PROMPTS, GREEDY) for make in (engine, captured))
+    assert tokens_of(one) == tokens_of(eager)
+
+
 def test_a_replayed_table_goes_on_inside_a_captured_round() -> None:
     table = torch.tensor([[3, 1, 0], [0, 3, 2], [2, 2, 2], [1, 0, 3]])
     params, taken = SamplingParams(max_tokens=24, ignore_eos=True), []
