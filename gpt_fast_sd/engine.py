@@ -252,7 +252,7 @@ class Engine:
         """
         scored = self._intake.texts(texts, last)
         with self._access.at_work(self.schedule):
-            return [self._scorer.scores(ids, n) for ids, n in scored]
+            return list(self._scorer.scores(scored))
 
     @own_settings()
     @torch.inference_mode()

@@ -319,14 +319,15 @@ class KVCache:
         first.layers = self.layers[:n]
         return first
 
-    def vacate(self, slot: int, keep: int = 0) -> None:
+    def vacate(self, slot: int, keep: int = 0, end: int | None = None) -> None:
         """Forget a slot except its first `keep` entries: no value after them, not even a NaN, reaches the next user.
 
         They are zeroed, or left where no reader loads what is past a row's end; a KV of your own must not, either.
+        end: nothing was written from there on.
         """
         self.seq_len[slot] = 0
         for buffer in () if self.clears is False else self.buffers:
-            buffer[slot, :, keep:].zero_()
+            buffer[slot, :, keep:end].zero_()
 
     def copy(self, source: int, slot: int, n: int) -> None:
         """Copy the first n entries of one slot to another."""

@@ -25,7 +25,7 @@ FILTERING_BY_SORT = 8  # the same if `likeliest` sorts, as its body for a CPU do
 DRAWING_ALONE = 6  # as large as [B, V], while one token per row is drawn and nothing was drafted
 DRAWING = 9  # as large as [B, V], while one token per row is drawn: in fp64, from the residual of p and q
 
-LEAST_SCORED = CHUNK // 4  # tokens of a given text whose logits are widened at a time
+WIDENED = CHUNK // 4  # tokens of a given text whose logits are widened at a time
 SCORES = 4  # as large as scores [B, N, T, S], with the weights made from them
 LOOKUP = 20  # bytes per token of the texts that are searched
 
@@ -64,8 +64,8 @@ class Workspace:
     def scoring(self) -> int:
         """A chunk of a given text, its logits, and some of these in fp32, twice (see serving/scoring.py)."""
         vocab = self.system.model.vocab_size
-        logits = (CHUNK * self.system.dtype.itemsize + LEAST_SCORED * 2 * 4) * vocab
-        attending = max(self._parts(1, n) + self._scores(1, n) for n in (CHUNK, LEAST_SCORED))
+        logits = (CHUNK * self.system.dtype.itemsize + WIDENED * 2 * 4) * vocab
+        attending = max(self._parts(1, n) + self._scores(1, n) for n in (CHUNK, WIDENED))
         return CHUNK * self._token + logits + attending
 
     @property

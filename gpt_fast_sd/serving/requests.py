@@ -302,7 +302,7 @@ class Intake:
     def scored(self, tokens: Any, last: Any, name: str = "tokens", first: int = 0) -> tuple[list[int], int]:
         """Something is wanted of the last tokens of a text, or (None) of all from the first on -> ids, of how many."""
         ids = self.encoded(tokens, name)
-        if len(ids) > self.max_seq_len:
+        if len(ids) > self.max_seq_len + first:  # of a scored text the last token is not fed
             raise ValueError(f"{name}: {len(ids):,} tokens do not fit, max_seq_len is {self.max_seq_len:,}")
         if len(ids) == first:
             raise ValueError(f"{name} is one token, and nothing precedes it: give it at least two")

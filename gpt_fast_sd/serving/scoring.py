@@ -6,7 +6,7 @@ Shapes: T tokens of a chunk, L layers, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ from gpt_fast_sd.model import CacheLayer, Transformer
 
 from ..bodies import CORE, Bodies
 from ..kv import DenseKV
-from ..loading.workspace import LEAST_SCORED
-from ..prefill import CHUNK
+from ..loading.workspace import WIDENED
+from ..prefill import CHUNK, Filling
 from ..steps import size_carrier
 from .scheduling import Schedule
 
-SIZES = CHUNK, LEAST_SCORED  # tokens that a step scores: the largest first; a text's end is padded to the least
+SIZES = CHUNK, CHUNK // 4, CHUNK // 16  # tokens that a step scores: a text's end is padded to one of them
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,16 @@ class Scores:
     def total(self) -> float:
         """The logarithm of the probability of all of them together."""
         return self.logprobs.double().sum().item()
+
+
+@dataclass
+class Left:
+    """What one text leaves to the next: slot 0 holds keys of ids, and logits [T, V] are those from start on."""
+
+    ids: Sequence[int] = ()
+    start: int = 0
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    written: int = 0  # positions up to here may hold something
 
 
 def score_step(
@@ -69,22 +79,67 @@ class Scorer:
         schedule.release(0)
         return torch.stack(rows)
 
-    def scores(self, ids: Sequence[int], n: int) -> Scores:
-        """Of the last n of ids. Whole chunks before them are prefilled, and kept as those of any prompt."""
-        prefill, at = self.schedule.prefill, (len(ids) - 1 - n) // CHUNK * CHUNK
-        prefill.fill(0, ids[:at])
-        found = []
-        for start, size in _chunks(at, len(ids) - 1):
-            logits = self._logits(ids[start : start + size], start, size)
-            after = torch.tensor(ids[start + 1 : start + 1 + size], device=logits.device)
-            logits, after = (x[max(0, len(ids) - 1 - n - start) :] for x in (logits[: len(after)], after))
-            for some, those in zip(logits.split(SIZES[-1]), after.split(SIZES[-1]), strict=True):  # as the plan says
-                each = self.schedule.state.vocabulary.whole(some).float()  # [T, V]
-                chosen = each.gather(-1, those[:, None])[:, 0]  # [T]
-                found.append((chosen - each.logsumexp(-1), chosen >= each.amax(-1)))
-                del each
-        self.schedule.release(0)
+    def scores(self, texts: Sequence[tuple[Sequence[int], int]]) -> Iterator[Scores]:
+        """Of the last n ids of each text. What it begins with like the one before is not computed again.
+
+        Whole chunks before the last n are prefilled, and kept as those of any prompt.
+        """
+        schedule, left = self.schedule, Left()
+        for i, (ids, n) in enumerate(texts):
+            schedule.tell("score", i, len(texts))
+            yield self._scores(ids, len(ids) - 1 - n, left)
+        schedule.tell("score", len(texts), len(texts))
+        schedule.release(0)
+
+    def _scores(self, ids: Sequence[int], first: int, left: Left) -> Scores:
+        """Of the tokens after positions first and on, of which the last one feeds nothing."""
+        end, found = len(ids) - 1, []
+        shared = next((i for i, (a, b) in enumerate(zip(left.ids, ids[:end], strict=False)) if a != b), end)
+        shared = min(shared, len(left.ids))
+        if left.start <= first < shared:  # one context, and continuations of a token each
+            found += self._of(left.logits[first - left.start : shared - left.start], ids[first + 1 : shared + 1])
+            first = shared
+        left.logits, left.start = torch.empty(0), end  # not kept beside the next ones
+        for start, size in _chunks(self._prefilled(ids, first, shared, left), end):
+            left.logits, left.start = torch.empty(0), start
+            left.logits = self._logits(ids[start : min(start + size, end)], start, size)
+            left.written = max(left.written, start + size)
+            at = max(first, start)
+            found += self._of(left.logits[at - start : end - start], ids[at + 1 : start + size + 1])
+        left.ids = ids[:end]
         return Scores(*(torch.cat(parts).cpu() for parts in zip(*found, strict=True)))
+
+    def _prefilled(self, ids: Sequence[int], first: int, shared: int, left: Left) -> int:
+        """Let slot 0 hold the keys of whole chunks before position first -> how many positions it holds them of."""
+        prefill, cache, whole = self.schedule.prefill, self.schedule.cache, first // CHUNK * CHUNK
+        start = min(shared, first)
+        if not left.ids:
+            prefill.fill(0, ids[:whole])
+            return whole
+        kept = start // prefill.sizes[0] * prefill.sizes[0]
+        prefill.keep(0, kept)
+        if start >= whole:
+            cache.vacate(0, start, left.written)
+            return start
+        cache.vacate(0, kept, left.written)
+        filling = Filling(prefill, 0, ids[:whole], kept)
+        while filling.left:
+            filling.step()
+        filling.finish()
+        left.written = max(left.written, whole)
+        return whole
+
+    def _of(self, logits: Tensor, after: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Log-probabilities of the tokens after these logits [T, V], and whether they are the likeliest: [T], [T]."""
+        found = []
+        for some, those in zip(
+            logits.split(WIDENED), torch.tensor(after, device=logits.device).split(WIDENED), strict=True
+        ):  # as the plan says
+            each = self.schedule.state.vocabulary.whole(some).float()  # [T, V]
+            chosen = each.gather(-1, those[:, None])[:, 0]  # [T]
+            found.append((chosen - each.logsumexp(-1), chosen >= each.amax(-1)))
+            del each
+        return found
 
     def _logits(self, tokens: Sequence[int], start: int, size: int) -> Tensor:
         """See score_step, for tokens from position start on, padded to size."""
@@ -99,6 +154,7 @@ class Scorer:
 def _chunks(at: int, end: int) -> Iterator[tuple[int, int]]:
     """Where chunks begin that cover positions from at to end, and how many tokens each has."""
     while at < end:
-        size = next((size for size in SIZES if size <= end - at), SIZES[-1])
+        left = end - at
+        size = next((size for size in SIZES if size * 3 <= left * 4), SIZES[-1])  # a quarter may be padding
         yield at, size
         at += size

@@ -53,6 +53,19 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def written(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text of a conversation, as its template writes it."""
+        ...
+
+    @property
+    def template(self) -> str | None:
+        """The chat template; None if there is none."""
+        ...
+
+    def named(self, name: str) -> int | None:
+        """The token that the files call so, such as bos_token; None if they name none."""
+        ...
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token adds to a text: none for a special token."""
         ...
@@ -265,6 +278,17 @@ class _BytesTokenizer(ABC):
             return self._encode(text)
         head, ids = self._encode("\n"), self._encode("\n" + text)
         return ids[len(head) :] if ids[: len(head)] == head else self._encode(text)
+
+    def named(self, name: str) -> int | None:
+        ids = self._encode(self.notes.special[name]) if name in self.notes.special else []
+        return ids[-1] if ids else None  # a tokenizer may put a space before the first word
+
+    @property
+    def template(self) -> str | None:
+        return self.notes.template
+
+    def written(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return _render(self.notes, self._template, _conversation(messages))
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, parse_special: bool = False) -> list[int]:
         conversation = _conversation(messages)

@@ -21,6 +21,7 @@ RUN = {
     "files",
     "flags",
     "generate",
+    "harness",
     "journal",
     "minimal",
     "records",

@@ -32,7 +32,22 @@ def test_scores_are_those_of_the_step_that_decodes(by: str, monkeypatch: Patch) 
             torch.testing.assert_close(got.logprobs, logprobs[-n:], atol=1e-4, rtol=1e-5)
             assert got.greedy.equal(best[-n:]) and got.total == pytest.approx(logprobs[-n:].sum().item(), rel=1e-4)
     assert [completion.tokens for completion in one.generate(TEXTS, greedy)] == before
-    assert one._scorer._step.graphs == (2 if compile else 0)  # of 256 and of 64 tokens, whatever texts there are
+    assert one._scorer._step.graphs == (3 if compile else 0)  # of 256, 64 and 16 tokens, whatever texts there are
+
+
+def test_a_text_that_begins_like_the_one_before_has_the_scores_that_it_has_alone() -> None:
+    """Up to the last place of a slot: whatever is kept of others, or lies past a chunk's end, changes nothing."""
+    one, ids = tiny_engine(max_seq_len=512), random_ids(513)
+    texts = [
+        ([*ids[:60], 1, 2, 3], 3), ([*ids[:60], 4], 1), ([*ids[:60], 5], 1), ([*ids[:60], 5], 2), (ids[:300], 299),
+        (ids[:300] + [7] * 100, 9), ([*ids[:299], 9], 1), (ids, 7), (ids, 7), (ids[:505] + [8] * 8, 8), (ids[:20], 4),
+    ]  # fmt: skip
+    together, prompt = one.score(*zip(*texts, strict=True)), SamplingParams(max_tokens=8)
+    for (text, n), found in zip(texts, together, strict=True):
+        alone = tiny_engine(max_seq_len=512)
+        torch.testing.assert_close(found.logprobs, alone.score([text], n)[0].logprobs, atol=1e-5, rtol=1e-5)
+    expected = alone.generate([ids[:400]], prompt)[0].tokens
+    assert one.generate([ids[:400]], prompt)[0].tokens == expected
 
 
 def test_texts_that_cannot_be_scored_are_refused_before_any_work() -> None:
@@ -43,7 +58,7 @@ def test_texts_that_cannot_be_scored_are_refused_before_any_work() -> None:
         ([[1, 2], []], None, "text 1 is empty"),
         ([[1, 258]], None, "text 0 holds token id 258"),
         (["text"], None, "text 0 is text, but this model has no tokenizer"),
-        ([[1] * 101], None, "text 0: 101 tokens do not fit, max_seq_len is 100"),
+        ([[1] * 102], None, "text 0: 102 tokens do not fit, max_seq_len is 100"),
         ([[1, 2]], 2, "last must be a whole number from 1 to the 1 tokens of text 0 behind the first, got 2"),
         ([[1, 2]], True, "one for each text, got True"),
         ([[1, 2]], b"\1", "last must be a whole number, or a list of one for each text, got b"),
