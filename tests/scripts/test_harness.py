@@ -23,20 +23,10 @@ TEXTS = ["The lamp burned all night. " * 30, "A short one", "<s>"]
 CUT = {"max_seq_len": 96, "dtype": "fp32", "no_compile": True}
 
 
-class Hook:
-    """Takes what lm_eval caches."""
-
-    def __init__(self) -> None:
-        self.kept = list[Any]()
-
-    def add_partial(self, *args: Any) -> None:
-        self.kept.append(args)
-
-
 @pytest.fixture(scope="module")
-def ours() -> harness.Harness:
-    made = harness.Harness("bundled", draft="lookup", batch_size="2", **CUT)
-    made.cache_hook = Hook()
+def ours() -> Any:
+    made: Any = harness.Harness("bundled", draft="lookup", batch_size="2", **CUT)
+    made.cache_hook, made.kept = SimpleNamespace(add_partial=lambda *args: made.kept.append(args)), []
     return made
 
 
@@ -65,7 +55,7 @@ def test_a_text_that_is_too_long_loses_its_beginning() -> None:
     assert harness.window([1, 2, 3], [4, 5], 3) == ([2, 3, 4, 5], 2)
 
 
-def test_bos_comes_first_once_and_a_context_ends_with_its_last_tokens(ours: harness.Harness) -> None:
+def test_bos_comes_first_once_and_a_context_ends_with_its_last_tokens(ours: Any) -> None:
     ids = ours.tokens.encode("It was", bos=False)
     assert ours.tok_encode("It was") == [1, *ids] and ours.tok_encode("It was", add_special_tokens=False) == ids
     assert ours.tok_encode("<s>It was")[:2].count(1) == 1 and ours.tok_encode("It was", None, 1) == ids[-1:]
@@ -87,7 +77,7 @@ def test_without_lm_eval_a_sentence_says_what_to_install(monkeypatch: Patch, ref
     assert 'pip install -e ".[eval]"' in refuses(harness.main, "ls", "tasks")
 
 
-def test_scores_are_those_of_the_last_tokens_and_go_into_the_cache(ours: harness.Harness) -> None:
+def test_scores_are_those_of_the_last_tokens_and_go_into_the_cache(ours: Any) -> None:
     ids = [ours.tok_encode(CONTEXT), *(ours.tok_encode(f" {word}", False) for word in ("slept", "rowed"))]
     found = ours._loglikelihood_tokens([(("a", "b"), ids[0], ids[1]), (None, ids[0], ids[2])])
     engine: Engine = ours.engine
@@ -96,8 +86,7 @@ def test_scores_are_those_of_the_last_tokens_and_go_into_the_cache(ours: harness
         each = logits.log_softmax(-1).gather(-1, torch.tensor(continuation)[:, None])
         assert math.isclose(total, each.sum().item(), rel_tol=1e-5)
         assert best == (logits.argmax(-1).tolist() == continuation)
-    assert ours.cache_hook.kept == [("loglikelihood", ("a", "b"), found[0])]
-    ours.cache_hook.kept.clear()
+    assert ours.kept == [("loglikelihood", ("a", "b"), found[0])]
 
 
 def test_all_is_as_lm_eval_finds_it_of_transformers() -> None:
