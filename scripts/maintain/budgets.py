@@ -24,6 +24,7 @@ RUN = {
     "journal",
     "minimal",
     "records",
+    "serve",
 }  # programs that run, not measure
 
 
