@@ -5,7 +5,7 @@
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The harbour was", "stream": true}'
 
 POST /v1/completions takes a prompt (a text, a list of token ids, or a list of several) and /v1/chat/completions
-messages; both take what READ names, with that API's defaults, but a chat may go on to the end of its slot. What is not
+messages; both take what READ and ALLOWED name, with that API's defaults, but a chat may go on to the end of its slot. What is not
 computed here is refused by its name. GET /v1/models names the model, /health counts idle slots and the queue, and
 measures the engine since it was last idle. SIGTERM and Ctrl-C end the server: new requests are refused, those at work
 have --grace seconds, or none after a second signal. Exit code: 0 it was ended, 2 it makes no sense, 1 it failed.
@@ -50,7 +50,7 @@ PROGRAM = "serve.py"
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
 FLUSH = 10  # seconds after which an answer that its client does not read is dropped at the end
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "max_drafts"}
-READ = {*SAMPLING, "max_tokens", "model", "stream", "stream_options"}
+READ = {*SAMPLING, "max_tokens", "model"}
 CHANGE_NOTHING = {"user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"}
 ALLOWED: dict[str, tuple[object, ...]] = {  # fields that may have these values, and no others
     "stream": (False, True), "stream_options": ({}, {"include_usage": False}, {"include_usage": True}),
