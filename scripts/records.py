@@ -37,7 +37,7 @@ class Encoder:
         if not text.strip():
             raise ValueError(f"{where} is empty: give it some text to continue")
         if self.tokenizer is None:
-            raise ValueError(f"{where} is text, but this model has no tokenizer: use --prompts with token ids")
+            raise ValueError(f"{where} is text, but this model has no tokenizer: give token ids")
         text = self.before + text
         with naming(where):
             if self.chat:

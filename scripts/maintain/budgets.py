@@ -25,6 +25,7 @@ RUN = {
     "journal",
     "minimal",
     "records",
+    "serve",
 }  # programs that run, not measure
 
 

@@ -14,6 +14,7 @@ import gpu_suite
 import make_prompts
 import needles
 import plan
+import serve
 import steps
 import verify
 from gpt_fast_sd.loading import BUNDLED
@@ -41,6 +42,7 @@ PROGRAMS: dict[str, tuple[Callable[[list[str]], object], str]] = {  # and the fl
     "plan.py": (plan.main, "--model meta-llama/Llama-3.1-8B"),
     "plan.py without a model": (plan.main, ""),
     "make_prompts.py": (make_prompts.main, ""),
+    "serve.py": (serve.main, "--no-compile --port 0"),
     "minimal.py": (minimal.main, ""),
     "steps.py": (steps.main, ""),
     "gpu_suite.py": (gpu_suite.main, "{folder}/out --device cpu --tiny --pairs 1"),
@@ -196,6 +198,16 @@ REFUSED = {
         ("{folder}/answers.json {folder}/out", "row 0 has the unknown key 'answer'; known are"),
         ("--score {document}", "line 1"),
     ],
+    "serve.py": [
+        ("--port 70000", "cannot listen at --host 127.0.0.1 --port 70000"),
+        ("--host 192.0.2.1", "cannot listen at --host 192.0.2.1 --port 0"),
+        ("--max-queue -1", "--max-queue: expected a whole number of at least 1, got '-1'"),
+        *((f"--grace {seconds}", f"expected a number of seconds, got '{seconds}'") for seconds in ("-1", "nan", "inf")),
+        ("--batch-size 0", "expected a whole number of at least 1, got '0'"),
+        ("--max-seq-len 20000", "--max-seq-len 20,000 is over the model's 16,384 positions"),
+        ("--draft lookup --budget 64", "--budget does nothing for --draft lookup: leave"),
+        ("--tp 2", "unrecognized arguments: --tp 2"),
+    ],
     "minimal.py": [
         *((f"--gamma {gamma}", f"gamma must be from 0 to 16, got {gamma}") for gamma in (-1, 17)),
         ("--budget 4", "budget must be from 5 to 1000000, got 4"),
@@ -234,10 +246,10 @@ REFUSED = {
     ],
 }
 ALIKE = [  # programs, of which each has this flag
-    ("batch.py benchmark.py evaluate.py needles.py generate.py", "--model nowhere", "no folder nowhere"),
+    ("batch.py benchmark.py evaluate.py needles.py generate.py serve.py", "--model nowhere", "no folder nowhere"),
     ("benchmark.py evaluate.py needles.py steps.py", "--json nowhere/x.json", "there is no folder"),
-    ("batch.py benchmark.py needles.py", "--draft standalone", "needs draft_model"),
-    ("batch.py benchmark.py generate.py", "--device gpu", "device must be one of auto, cpu, cuda, got 'gpu'"),
+    ("batch.py benchmark.py needles.py serve.py", "--draft standalone", "needs draft_model"),
+    ("batch.py benchmark.py generate.py serve.py", "--device gpu", "device must be one of auto, cpu, cuda, got 'gpu'"),
 ]
 ROWS = [(program, *row) for program, rows in REFUSED.items() for row in rows]
 ROWS += [(program, flags, said) for programs, flags, said in ALIKE for program in programs.split()]

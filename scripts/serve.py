@@ -1,0 +1,350 @@
+"""Serve a model as OpenAI's API does: completions and chats, streamed or whole, all decoded together.
+
+    python scripts/serve.py --model smollm2
+    python scripts/serve.py --model meta-llama/Llama-3.1-8B-Instruct --batch-size 16 --draft guided --budget 512
+    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The harbour was", "stream": true}'
+
+POST /v1/completions takes a prompt (a text, a list of token ids, or a list of several) and /v1/chat/completions
+messages; both take what READ and ALLOWED name, with that API's defaults, but a chat may go on to the end of its slot. What is not
+computed here is refused by its name. GET /v1/models names the model, /health counts idle slots and the queue, and
+measures the engine since it was last idle. SIGTERM and Ctrl-C end the server: new requests are refused, those at work
+have --grace seconds, or none after a second signal. Exit code: 0 it was ended, 2 it makes no sense, 1 it failed.
+"""
+
+from __future__ import annotations
+
+import gpt_fast_sd  # noqa: F401  before torch is loaded, see there
+
+# isort: split
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+from uuid import uuid4
+
+from common import ProgressLine, parser_of, refusing, sentence, started
+from flags import add_engine_flags, add_flags, config_of, count, draft_of, join, positive, real, room_of
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
+from gpt_fast_sd.loading import locate
+from gpt_fast_sd.model import parse_json, read_config
+from gpt_fast_sd.serving.service import Submission
+from records import Encoder
+
+with contextlib.suppress(ImportError):  # prepare says so
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+    from starlette.types import Receive, Scope, Send
+
+PROGRAM = "serve.py"
+ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
+FLUSH = 10  # seconds after which an answer that its client does not read is dropped at the end
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "max_drafts"}
+READ = {*SAMPLING, "max_tokens", "model"}
+CHANGE_NOTHING = {"user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"}
+ALLOWED: dict[str, tuple[object, ...]] = {  # fields that may have these values, and no others
+    "stream": (False, True), "stream_options": ({}, {"include_usage": False}, {"include_usage": True}),
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
+    "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "logit_bias": ({},), "tools": ([],),
+    "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True), "response_format": ({"type": "text"},),
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """What a client is told in place of an answer, in OpenAI's form."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
+        self.status, self.document = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def answer_of(document: object, status: int = 200) -> Response:
+    """A document as it is sent."""
+    headers = {"retry-after": "1"} if status == 429 else None
+    return Response(json.dumps(document), status, headers, media_type="application/json")
+
+
+def refused(_: Request, error: Exception) -> Response:
+    """The answer where an error ended a request."""
+    if not isinstance(error, Refused):
+        error = Refused(getattr(error, "detail", sentence(error)), status=getattr(error, "status_code", 500))
+    return answer_of(error.document, error.status)
+
+
+class Asked:
+    """A request that makes sense and is supported, as far as that is seen without the engine; else Refused."""
+
+    def __init__(self, body: bytes, model: str, *, chat: bool) -> None:
+        try:
+            record = parse_json(body.decode(), constants=False)
+            if not isinstance(record, dict):
+                raise ValueError(f"got {record!r:.80}")
+        except ValueError as error:
+            raise Refused(f"the body must be a JSON object in UTF-8: {error}") from None
+        record = {name: value for name, value in record.items() if value is not None}
+        prompt = "messages" if chat else "prompt"
+        for name in sorted(record.keys() - READ - CHANGE_NOTHING - {prompt, "max_completion_tokens" if chat else ""}):
+            allowed = [json.dumps(value) for value in ALLOWED.get(name, ())]
+            if json.dumps(record[name]) not in allowed:
+                said = f"must be {' or '.join(allowed)}, or left out" if allowed else "is not supported: leave it out"
+                raise Refused(f"{name} {said}", name, "unsupported_value" if allowed else "unsupported_parameter")
+        if record.get("model", model) != model:
+            raise Refused(f"there is no such model here, but {model!r}", "model", "model_not_found", 404)
+        if prompt not in record:
+            raise Refused(f"{prompt} is missing", prompt)
+        if "max_tokens" in record and "max_completion_tokens" in record:
+            raise Refused("max_tokens and max_completion_tokens mean the same: give one of them", "max_tokens")
+        self.max_tokens = record.get("max_completion_tokens", record.get("max_tokens"))
+        given = {"temperature": 1.0} | {name: record[name] for name in SAMPLING if name in record}
+        try:
+            self.params = SamplingParams(max_tokens=1 if self.max_tokens is None else self.max_tokens, **given)
+        except ValueError as error:
+            raise Refused(str(error), str(error).split()[0]) from None
+        several = isinstance(record[prompt], list) and any(isinstance(one, str | list) for one in record[prompt])
+        self.prompts = record[prompt] if several and not chat else [record[prompt]]  # of a chat one list of messages
+        self.chat, self.stream = chat, record.get("stream", False)
+        self.counted = record.get("stream_options") == {"include_usage": True}
+        self.head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}", "created": int(time.time())}
+        kind = "text_completion" if not chat else "chat.completion.chunk" if self.stream else "chat.completion"
+        self.head |= {"object": kind, "model": model}
+
+    def choice(self, i: int, text: str, reason: str | None = None) -> dict[str, Any]:
+        """The text of a prompt, or the next piece of it."""
+        piece = {"delta": {"content": text}} if self.stream else {"message": {"role": "assistant", "content": text}}
+        said = piece if self.chat else {"text": text}
+        return {"index": i, **said, "logprobs": None, "finish_reason": reason}
+
+
+def usage_of(prompts: list[list[int]], completions: list[Completion]) -> dict[str, Any]:
+    """Tokens in and out, and what became of the drafts."""
+    given, made = sum(map(len, prompts)), sum(len(one.tokens) for one in completions)
+    counts = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+    rounds, drafted, kept = (sum(getattr(c.stats, n) for c in completions) for n in ("rounds", "drafted", "accepted"))
+    details = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": drafted - kept, "rounds": rounds}
+    return counts | {"completion_tokens_details": details}
+
+
+class Server:
+    """Hands requests to an engine, answers them, and ends in order; all in one event loop, but for encode."""
+
+    def __init__(self, engine: Engine, model: str, max_queue: int, grace: float) -> None:
+        self.engine, self.model, self.grace = engine, model, grace
+        self.encoder, self.slots = Encoder(engine.tokenizer), engine.config.batch_size
+        self.most, self.unanswered = self.slots + max_queue, 0  # prompts
+        self.submissions = set[Submission]()
+        self.ending = self.failed = False
+        post = [Route(f"/v1/{path}", self.post, methods=["POST"]) for path in ("completions", "chat/completions")]
+        get = [Route("/v1/models", self.models), Route("/health", self.health)]
+        handlers: dict[Any, Any] = dict.fromkeys((Refused, 404, 405, ClientDisconnect, Exception), refused)
+        self.uvicorn = uvicorn.Server(uvicorn.Config(
+            Starlette(routes=[*post, *get], exception_handlers=handlers), lifespan="off", ws="none",
+            log_level="warning", access_log=False, timeout_graceful_shutdown=FLUSH,
+        ))  # fmt: skip
+
+    async def serve(self, listening: socket.socket) -> int:
+        """Say that it begins, and answer until it is ended -> exit code."""
+        serving = asyncio.create_task(self.uvicorn.serve(sockets=[listening]))
+        while not (self.uvicorn.started or serving.done()):
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(ValueError, RuntimeError):  # not the main thread, which has the signals
+            for number in (signal.SIGINT, signal.SIGTERM):  # in place of uvicorn's handlers
+                asyncio.get_running_loop().add_signal_handler(number, self.end)
+        host, port = listening.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        print(f"{address} serves {self.model}, --draft {self.engine.draft.policy}", flush=True)
+        await serving
+        return int(self.failed)
+
+    def end(self) -> None:
+        """Let nobody in, and end when all have their answers or --grace is over; at once when it is said again."""
+        asyncio.get_running_loop().call_later(0.0 if self.ending else self.grace, self.cancel_all)
+        self.ending = True
+        self.uvicorn.should_exit |= not self.unanswered
+
+    def cancel_all(self) -> None:
+        """Wait for nobody."""
+        for one in self.submissions:
+            one.cancel()
+        self.uvicorn.should_exit = True
+
+    def fail(self, error: Exception) -> Refused:
+        """End, as the engine failed -> what clients are told."""
+        if not self.failed:
+            print(f"{PROGRAM}: the engine failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        self.failed = self.ending = self.uvicorn.should_exit = True
+        return Refused("the engine failed, and the server ends", code="engine_failed", status=500)
+
+    async def models(self, _: Request) -> Response:
+        """The list of one."""
+        one = {"id": self.model, "object": "model", "created": 0, "owned_by": "gpt_fast_sd"}
+        return answer_of({"object": "list", "data": [one | {"max_model_len": self.engine.config.max_seq_len}]})
+
+    async def health(self, _: Request) -> Response:
+        """What it is doing; 503 when it is ending."""
+        busy, status = min(self.unanswered, self.slots), "ending" if self.ending else "ok"
+        found = {"status": status, "model": self.model, "slots": self.slots, "idle": self.slots - busy}
+        found |= {"queue": self.unanswered - busy, "engine": self.engine.stats.as_dict()}
+        return answer_of(found, 503 if self.ending else 200)
+
+    async def post(self, request: Request) -> Any:
+        """Answer one request, or refuse it."""
+        asked = Asked(await request.body(), self.model, chat="chat" in request.url.path)
+        if (n := len(asked.prompts)) > self.most:
+            raise Refused(f"{n:,} prompts are more than the {self.most:,} that may wait at once", "prompt")
+        if self.ending:
+            raise Refused("the server is ending", code="ending", status=503)
+        if self.unanswered + n > self.most:
+            raise Refused(f"{self.unanswered:,} wait or are at work: try again", code="queue_full", status=429)
+        return lambda *to: self.answer(asked, *to)
+
+    async def answer(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
+        """Decode and answer, while the client is there."""
+        submissions: list[Submission] = []
+
+        async def decode() -> None:
+            prompts, params = await asyncio.to_thread(self.encode, asked)
+            try:
+                submissions.extend(self.engine.submit(prompt, params) for prompt in prompts)
+            except RuntimeError as error:
+                raise self.fail(error) from error
+            self.submissions.update(submissions)
+            if asked.stream:
+                return await stream(asked, prompts, self.events(submissions), send)
+            completions = [event.completion async for _, event in self.events(submissions) if event.completion]
+            choices = [asked.choice(i, one.text, one.finish_reason) for i, one in enumerate(completions)]
+            usage = usage_of(prompts, completions)
+            await answer_of({**asked.head, "choices": choices, "usage": usage})(scope, receive, send)
+
+        async def leave() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        self.unanswered += len(asked.prompts)
+        try:
+            working, left = asyncio.ensure_future(decode()), asyncio.ensure_future(leave())
+            await asyncio.wait([working, left], return_when=asyncio.FIRST_COMPLETED)
+            left.cancel()
+            working.cancel()  # which does nothing if it is done
+            with contextlib.suppress(asyncio.CancelledError):
+                await working
+        finally:
+            for one in submissions:
+                one.cancel()
+            self.submissions.difference_update(submissions)
+            self.unanswered -= len(asked.prompts)
+            self.uvicorn.should_exit |= self.ending and not self.unanswered
+
+    def encode(self, asked: Asked) -> tuple[list[list[int]], SamplingParams]:
+        """In any thread: prompts as token ids that the engine takes, and their parameters; Refused where it cannot."""
+        name, limit = "messages" if asked.chat else "prompt", self.engine.config.max_seq_len
+        try:
+            prompts = [
+                self.encoder.record({"messages": one}, "the request") if asked.chat
+                else self.encoder.text(one, f"prompt {i}") if isinstance(one, str) else one
+                for i, one in enumerate(asked.prompts)
+            ]  # fmt: skip
+            longest = max((len(prompt) for prompt in prompts if isinstance(prompt, list)), default=0)
+            wanted = asked.max_tokens or max(1, min(limit - longest, limit if asked.chat else 16))
+            if longest + wanted > limit:
+                said = f"{longest:,} tokens of {name} and max_tokens {wanted:,} are over the {limit:,} of a slot"
+                raise Refused(said, name, "context_length_exceeded")
+            params = replace(asked.params, max_tokens=wanted)
+            self.engine.check(prompts, params)
+        except ValueError as error:
+            raise Refused(sentence(error), name) from None
+        return prompts, params
+
+    async def events(self, submissions: list[Submission]) -> AsyncIterator[tuple[int, TokenEvent]]:
+        """All events and whose they are, one submission's after another's; Refused if one is cut off."""
+        for i, one in enumerate(submissions):
+            try:
+                async for event in one:
+                    if event.completion and event.completion.finish_reason == "cancelled":
+                        raise Refused("the server is ending, and could wait no longer", code="ending", status=503)
+                    yield i, event
+            except Exception as error:
+                raise (error if isinstance(error, Refused) else self.fail(error)) from None
+
+
+async def stream(asked: Asked, prompts: list[list[int]], events: AsyncIterator[Any], send: Send) -> None:
+    """Send the events as server-sent ones."""
+
+    async def say(*choices: dict[str, Any], usage: Any = None, last: str = "") -> None:
+        piece = json.dumps({**asked.head, "choices": choices} | ({"usage": usage} if asked.counted else {}))
+        body = f"data: {last or piece}\n\n".encode()
+        await send({"type": "http.response.body", "body": body, "more_body": not last})
+
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    completions, last = list[Completion](), "[DONE]"
+    try:
+        if asked.chat:
+            await say(asked.choice(0, "") | {"delta": {"role": "assistant", "content": ""}})
+        async for i, event in events:
+            if event.text:
+                await say(asked.choice(i, event.text))
+            if event.completion:
+                completions.append(event.completion)
+                await say(asked.choice(i, "", event.completion.finish_reason))
+        if asked.counted:
+            await say(usage=usage_of(prompts, completions))
+    except Refused as error:
+        last = json.dumps(error.document)
+    await say(last=last)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; argparse itself refuses unknown flags."""
+    parser = parser_of(PROGRAM, __doc__)
+    add, seconds = parser.add_argument, real("a number of seconds", lambda number: 0 <= number <= 1e6)
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, for this machine alone)")
+    add("--port", metavar="N", type=count, default=8000, help="0: any that is free (default: 8000)")
+    add("--max-queue", metavar="N", type=count, default=64, help="prompts that may wait for a slot (default: 64)")
+    add("--grace", metavar="SECONDS", type=seconds, default=30.0, help="for what is at work at the end (default: 30)")
+    add_flags(parser.add_argument_group("who drafts"), DraftConfig, policy={"default": "auto"})
+    room = {"type": positive, "default": None, "unset": f"{ROOM:,}, or what the model can"}
+    add_engine_flags(parser, alone=True, batch_size={"type": positive}, max_seq_len=room)
+    return parser.parse_args(argv)
+
+
+def prepare(args: argparse.Namespace) -> tuple[Engine, socket.socket]:
+    """An engine and where to listen; ValueError or OSError in one sentence, where possible before weights are read."""
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise ValueError(f'there is no {missing[0]} here: pip install "gpt_fast_sd[serve]"')
+    draft, model = draft_of(args), read_config(locate(args.model))
+    config = config_of(EngineConfig, args, max_seq_len=room_of(args, model, ROOM))
+    parallel = join(args, alone=PROGRAM)
+    try:
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listening = socket.create_server((args.host, args.port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"cannot listen at --host {args.host} --port {args.port}: {error}") from None
+    return Engine.from_pretrained(args.model, config, draft, parallel=parallel), listening
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, build, serve."""
+    args = parse(argv)
+    with refusing(PROGRAM):
+        engine, listening = prepare(args)
+    if engine.compiled:
+        print("compiling (up to two minutes the first time, cached afterwards) ...", file=sys.stderr, flush=True)
+    engine.on_progress = ProgressLine()
+    engine.warm_up([SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9)])
+    engine.on_progress = None
+    return asyncio.run(Server(engine, args.model, args.max_queue, args.grace).serve(listening))
+
+
+if __name__ == "__main__":
+    started(main)
