@@ -100,9 +100,8 @@ def test_answers_are_what_the_engine_gives(served: Running, params: dict[str, An
     ids, how, prompts = served.engine.tokenizer.chat(CHAT), GREEDY | params, ["The harbour was", "Chapter 1", "It was"]
     *texts, of_ids, chat = served.texts(*prompts, [5, 6, 7], ids, **{"temperature": 0.0, "max_tokens": 24} | params)
     answer = served.ask(**how, prompt=prompts)
-    assert [choice.text for choice in answer.choices] == texts and served.ask(**how, prompt=[5, 6, 7]).choices[
-        0
-    ].text == of_ids
+    assert [choice.text for choice in answer.choices] == texts
+    assert served.ask(**how, prompt=[5, 6, 7]).choices[0].text == of_ids
     details, n = answer.usage.completion_tokens_details, answer.usage.completion_tokens
     assert n <= 72 and details.rounds + details.accepted_prediction_tokens >= n
     assert params or (n == 72 and {choice.finish_reason for choice in answer.choices} == {"length"})
@@ -149,9 +148,9 @@ def test_of_a_crowd_of_whom_half_leave_all_others_are_answered_and_all_slots_are
 
 
 FIELDS: dict[str, list[Any]] = {  # values that are refused by the field's name
-    "n": [2, True], "best_of": [2], "logprobs": [1], "echo": [True], "presence_penalty": [0.5], "logit_bias": [{"5": 1}],
-    "response_format": [{"type": "json_object"}], "tools": [[{}]], "stream": ["yes"], "stream_options": [{"include": 1}],
-    "temperature": ["hot", True], "top_p": [0], "top_k": [1.5], "min_p": [2], "seed": [-1], "stop": [[1]],
+    "n": [2, True], "best_of": [2], "logprobs": [1], "echo": [True], "presence_penalty": [0.5], "tools": [[{}]],
+    "logit_bias": [{"5": 1}], "response_format": [{"type": "json_object"}], "stream": ["yes"],
+    "stream_options": [{"include": 1}], "temperature": ["hot", True], "top_p": [0], "top_k": [1.5], "min_p": [2], "seed": [-1], "stop": [[1]],
     "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
 }  # fmt: skip
 OTHERS: list[tuple[str, Any, str]] = [  # what is changed, and what is said of it
