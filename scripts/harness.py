@@ -1,7 +1,6 @@
 """Evaluate a model with lm-evaluation-harness: its own command line, where this engine is the model gpt_fast_sd.
 
-    python scripts/harness.py --model gpt_fast_sd --model_args pretrained=bundled,draft=lookup --tasks gsm8k \
-        --batch_size 8 --apply_chat_template
+    python scripts/harness.py --model gpt_fast_sd --model_args pretrained=bundled,draft=lookup --tasks gsm8k
 
 "harness.py run --help" has lm_eval's flags. model_args are flags of our programs by name: pretrained is --model,
 no_compile=True --no-compile. --batch_size is the number of slots (default: 1), max_seq_len what lm_eval calls
@@ -39,6 +38,7 @@ def configs(pretrained: str, args: Mapping[str, Any]) -> tuple[EngineConfig, Dra
     if unknown := [name for name in args if name not in known]:
         raise ValueError(f"--model_args has the unknown {unknown[0]!r}; there are pretrained, {', '.join(known)}")
     given = argparse.Namespace(**{**known, "batch_size": 1, "max_seq_len": None, **args})
+    given.device = "auto" if given.device == "cuda:0" else given.device  # lm_eval's default, on a CPU too
     given.reference = "reference" if given.reference is True else given.reference
     given.batch_size = int(given.batch_size) if str(given.batch_size).isdecimal() else given.batch_size
     room = read_config(locate(pretrained)).n_positions if given.max_seq_len is None else given.max_seq_len

@@ -38,7 +38,7 @@ def test_model_args_are_flags_by_name() -> None:
     config, draft = harness.configs("bundled", {"batch_size": "3", "draft": "streaming", "budget": 64, **CUT})
     assert config == EngineConfig(batch_size=3, max_seq_len=96, dtype="fp32", compile=False)
     assert draft == DraftConfig(policy="streaming", budget=64)
-    config, draft = harness.configs("bundled", {"reference": True})
+    config, draft = harness.configs("bundled", {"reference": True, "device": "cuda:0"})
     assert config == EngineConfig(batch_size=1, max_seq_len=16384, bodies="reference") and draft == DraftConfig()
     for args, said in (
         ({"budge": 64}, "--model_args has the unknown 'budge'; there are pretrained, batch_size, "),
