@@ -6,9 +6,9 @@
 
 POST /v1/completions takes a prompt (a text, a list of token ids, or a list of several) and /v1/chat/completions
 messages; both take what READ and ALLOWED name, with that API's defaults, but a chat may go on to the end of its slot.
-What is not computed here is refused by its name. GET /v1/models names the model, /health counts idle slots and the queue, and
-measures the engine since it was last idle. SIGTERM and Ctrl-C end the server: new requests are refused, those at work
-have --grace seconds, or none after a second signal. Exit code: 0 it was ended, 2 it makes no sense, 1 it failed.
+What is not computed here is refused by its name. GET /v1/models names the model, /health counts idle slots and the
+queue, and measures the engine since it was last idle. SIGTERM and Ctrl-C end the server: new requests are refused,
+those at work have --grace seconds, or none after a second signal. Exit code: 0 it was ended, 2 nonsense, 1 it failed.
 """
 
 from __future__ import annotations

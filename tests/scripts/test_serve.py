@@ -150,8 +150,8 @@ def test_of_a_crowd_of_whom_half_leave_all_others_are_answered_and_all_slots_are
 FIELDS: dict[str, list[Any]] = {  # values that are refused by the field's name
     "n": [2, True], "best_of": [2], "logprobs": [1], "echo": [True], "presence_penalty": [0.5], "tools": [[{}]],
     "logit_bias": [{"5": 1}], "response_format": [{"type": "json_object"}], "stream": ["yes"],
-    "stream_options": [{"include": 1}], "temperature": ["hot", True], "top_p": [0], "top_k": [1.5], "min_p": [2], "seed": [-1], "stop": [[1]],
-    "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
+    "stream_options": [{"include": 1}], "temperature": ["hot", True], "top_p": [0], "top_k": [1.5], "min_p": [2],
+    "seed": [-1], "stop": [[1]], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
 }  # fmt: skip
 OTHERS: list[tuple[str, Any, str]] = [  # what is changed, and what is said of it
     ("completions", {"functions": []}, "functions is not supported"), ("completions", {"prompt": ""}, "0 is empty"),
