@@ -5,7 +5,8 @@
 "harness.py run --help" has lm_eval's flags. model_args are flags of our programs by name: pretrained is --model,
 no_compile=True --no-compile. --batch_size is the number of slots (default: 1), max_seq_len what lm_eval calls
 max_length (default: the model's positions). Texts are encoded, cut and scored as by lm_eval's model hf, but a context
-of several continuations is computed once. Exit code 2: the request makes no sense, a sentence says why.
+of several continuations is computed once. cuda:0, which lm_eval names by default, is our auto: a CPU where there is no
+GPU. Exit code 2: the request makes no sense, a sentence says why.
 """
 
 from __future__ import annotations
