@@ -93,7 +93,7 @@ class Engine:
         self._prefill, self._access = Prefill(self.target), Access(self.device)
         self._compile_seconds: float | None = None  # None: the steps are not compiled yet
         self.schedule = Schedule(self._prefill, self.state, rounds_for(*made), self.parallel)
-        self._scorer, self._service = Scorer(self.schedule), Service(self)
+        self._scorer, self._service = Scorer(self.schedule), Service(self, self._intake)
         self.parallel.close_before(self)
 
     def __enter__(self) -> Engine:
@@ -110,7 +110,7 @@ class Engine:
 
         An NCCL process group does not end while such a round exists: close engines before it, as Parallel.close does.
         """
-        self._access.close(self.schedule)
+        self._access.close(self.schedule, self._service.end)
 
     @own_settings()
     def redraft(self, draft: DraftConfig, draft_model: Transformer | None = None) -> None:

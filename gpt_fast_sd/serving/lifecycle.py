@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -89,10 +89,11 @@ class Access:
                     if ended_well:  # else the first error says more
                         raise RuntimeError(self._broken) from error
 
-    def close(self, schedule: Schedule) -> None:
-        """End work in progress and free captured rounds, once."""
+    def close(self, schedule: Schedule, end_others: Callable[[], None]) -> None:
+        """End work in progress and free captured rounds, once. end_others: what other threads have at work."""
         if self.closed:
             return
+        end_others()
         self.closed = True
         try:
             if not self.failure:

@@ -99,6 +99,14 @@ class Scorer:
         if left.start <= first < shared:  # one context, and continuations of a token each
             found += self._of(left.logits[first - left.start : shared - left.start], ids[first + 1 : shared + 1])
             first = shared
+        if first < end:
+            found += self._fed(ids, first, shared, left)
+        left.ids = ids[:end]
+        return Scores(*(torch.cat(parts).cpu() for parts in zip(*found, strict=True)))
+
+    def _fed(self, ids: Sequence[int], first: int, shared: int, left: Left) -> list[tuple[Tensor, Tensor]]:
+        """See _of, for the tokens after positions first and on, fed chunk by chunk."""
+        end, found = len(ids) - 1, []
         left.logits, left.start = torch.empty(0), end  # not kept beside the next ones
         for start, size in _chunks(self._prefilled(ids, first, shared, left), end):
             left.logits, left.start = torch.empty(0), start
@@ -106,8 +114,7 @@ class Scorer:
             left.written = max(left.written, start + size)
             at = max(first, start)
             found += self._of(left.logits[at - start : end - start], ids[at + 1 : start + size + 1])
-        left.ids = ids[:end]
-        return Scores(*(torch.cat(parts).cpu() for parts in zip(*found, strict=True)))
+        return found
 
     def _prefilled(self, ids: Sequence[int], first: int, shared: int, left: Left) -> int:
         """Let slot 0 hold the keys of whole chunks before position first -> how many positions it holds them of."""
@@ -116,7 +123,7 @@ class Scorer:
         if not left.ids:
             prefill.fill(0, ids[:whole])
             return whole
-        kept = start // prefill.sizes[0] * prefill.sizes[0]
+        kept = min(start, prefill.held(0)) // prefill.sizes[0] * prefill.sizes[0]  # others came by smaller steps
         prefill.keep(0, kept)
         if start >= whole:
             cache.vacate(0, start, left.written)

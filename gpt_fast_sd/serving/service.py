@@ -23,7 +23,7 @@ from gpt_fast_sd.tp import Parallel
 
 from ..config import SamplingParams
 from .lifecycle import BUSY
-from .requests import Completion, Prompt, TokenEvent
+from .requests import Completion, Intake, Prompt, TokenEvent
 from .scheduling import Schedule
 from .stats import CompletionStats
 
@@ -52,21 +52,21 @@ class Submission:
     An error that ends the engine's work is raised there. Leaving the iterator half-way cancels the request.
     """
 
-    def __init__(self, service: Service, index: int, prompt: Prompt, params: SamplingParams) -> None:
+    def __init__(
+        self, service: Service, engine: Streams, index: int, prompt: list[int], params: SamplingParams
+    ) -> None:
         self.index = index  # of the engine's submissions, also of its events
         self.prompt, self.params = prompt, params
-        self._service = service
+        self._service, self._engine = service, engine  # which lives as long as someone waits for it
+        self._completion: Completion | None = None  # once it was iterated over
         self._events = queue.SimpleQueue[TokenEvent | BaseException]()
         self._wake: Callable[[], object] | None = None  # of an event loop that waits for an event
 
     def __iter__(self) -> Iterator[TokenEvent]:
         """Wait for each event."""
         try:
-            while True:
-                event = _raised(self._events.get())
-                yield event
-                if event.completion:
-                    return
+            while self._completion is None:
+                yield self._told(self._events.get())
         finally:
             self.cancel()
 
@@ -75,27 +75,36 @@ class Submission:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
         self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
         try:
-            while True:
+            while self._completion is None:
                 arrived.clear()  # before looking: what comes later sets it
                 try:
-                    event = _raised(self._events.get_nowait())
+                    event = self._told(self._events.get_nowait())
                 except queue.Empty:
                     await arrived.wait()
                     continue
                 yield event
-                if event.completion:
-                    return
         finally:
             self._wake = None
             self.cancel()
 
     def result(self) -> Completion:
-        """Wait until it has ended."""
-        return next(event.completion for event in self if event.completion)
+        """Wait until it has ended; what was iterated over has."""
+        for _ in self:
+            pass
+        assert self._completion
+        return self._completion
 
     def cancel(self) -> None:
         """End it before the next round with finish_reason "cancelled", if it has not ended; it frees its slot."""
         self._service.cancel(self)
+
+    def _told(self, event: TokenEvent | BaseException) -> TokenEvent:
+        """An event, the last of which is kept; an error is raised, each time it is asked."""
+        if isinstance(event, BaseException):
+            self._events.put(event)
+            raise event
+        self._completion = event.completion
+        return event
 
     def put(self, event: TokenEvent | BaseException) -> None:
         """Hand over an event, or what ended the work."""
@@ -108,15 +117,16 @@ class Submission:
 class Service:
     """Hands submissions to an engine's stream, in a thread that is there while it has work."""
 
-    def __init__(self, engine: Streams) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, engine: Streams, intake: Intake) -> None:
+        self._engine, self._intake = weakref.ref(engine), intake
         self._changed = threading.Condition()  # its lock is that of all below
         self._inbox = deque[Submission]()  # what the stream has not taken yet
         self._at_work = dict[int, Submission]()  # by index in the stream that runs
         self._n_taken = 0  # by that stream
         self._n = 0  # submissions so far
         self._thread: threading.Thread | None = None
-        self._ending = False  # the program ends
+        self._ending = False  # the program or the engine ends
+        self._last: tuple[Submission, TokenEvent] | None = None  # held back until the stream has ended
 
     def submit(self, prompt: Prompt, params: SamplingParams | None) -> Submission:
         """See Engine.submit."""
@@ -124,18 +134,20 @@ class Service:
         assert engine
         if engine.parallel.tp > 1:
             raise ValueError("requests are submitted to an engine of one process: ranks must make the same calls")
-        engine.check([prompt], params)
+        given = params or SamplingParams()
+        ids = self._intake.one(0, prompt, given).prompt  # once: what is a generator, or is changed later, is read now
+        engine.check([ids], given)
         with self._changed:
-            one = Submission(self, self._n, prompt, params or SamplingParams())
+            one = Submission(self, engine, self._n, ids, given)
             self._n += 1
             self._inbox.append(one)
             self._changed.notify()
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # it is not in a forked process
                 name, device = "Engine.submit", engine.device
                 self._thread = threading.Thread(target=self._work, args=(device,), daemon=True, name=name)
                 self._thread.start()
-                atexit.unregister(self._end)
-                atexit.register(self._end)
+                atexit.unregister(self.end)
+                atexit.register(self.end)
         return one
 
     def cancel(self, one: Submission) -> None:
@@ -148,16 +160,17 @@ class Service:
                 if other is one and (engine := self._engine()):
                     engine.schedule.cancel(index)
 
-    def _end(self) -> None:
-        """The program ends: so does what is at work, as its thread would be torn out of a kernel."""
+    def end(self) -> None:
+        """Cancel all and wait for the thread: at the program's end, or the engine's, it must not be in a kernel."""
         with self._changed:
-            self._ending, all_of_them = True, [*self._inbox, *self._at_work.values()]
+            self._ending, thread = True, self._thread
+            all_of_them = [*self._inbox, *self._at_work.values()]
         for one in all_of_them:
             self.cancel(one)
         with self._changed:
             self._changed.notify()
-        if self._thread:
-            self._thread.join(timeout=60)
+        if thread and thread is not threading.current_thread():
+            thread.join(timeout=60)
 
     def _work(self, device: torch.device) -> None:
         """Stream while there are requests; end after a while without any."""
@@ -179,6 +192,7 @@ class Service:
                     time.sleep(RETRY)
                 else:
                     self._fail(error)
+            self._tell_last()
             del engine
 
     def _prompts(self) -> Iterator[tuple[Prompt, SamplingParams] | None]:
@@ -189,6 +203,7 @@ class Service:
                     return
                 one = self._inbox.popleft() if self._inbox else None
                 if one:
+                    self._tell_last()
                     self._at_work[self._n_taken] = one
                     self._n_taken += 1
             yield (one.prompt, one.params) if one else None
@@ -197,8 +212,20 @@ class Service:
         """Give an event to whoever submitted the request, as one of that submission."""
         with self._changed:
             one = self._at_work.pop(event.index) if event.completion else self._at_work[event.index]
+            is_last = not (self._at_work or self._inbox)
         completion = replace(event.completion, index=one.index) if event.completion else None
-        one.put(replace(event, index=one.index, completion=completion))
+        told = replace(event, index=one.index, completion=completion)
+        if is_last:  # whoever has it may call the engine: its stream has ended by then
+            self._last = one, told
+        else:
+            one.put(told)
+
+    def _tell_last(self) -> None:
+        """Hand over what was held back."""
+        if self._last:
+            one, event = self._last
+            self._last = None
+            one.put(event)
 
     def _fail(self, error: BaseException) -> None:
         """Tell everyone who waits what ended the work."""
@@ -208,13 +235,6 @@ class Service:
             self._inbox.clear()
         for one in failed:
             one.put(error)
-
-
-def _raised(event: TokenEvent | BaseException) -> TokenEvent:
-    """An event; an error is raised."""
-    if isinstance(event, BaseException):
-        raise event
-    return event
 
 
 def _never_begun(index: int) -> TokenEvent:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -42,11 +43,32 @@ def test_threads_get_what_generate_gives_and_other_calls_wait_for_their_turn() -
         assert events[-1].completion and events[-1].completion.tokens == expected[i]
         assert len({event.index for event in events}) == 1 and events[-1].completion.index == events[0].index
     assert len({events[0].index for events in got.values()}) == len(jobs)
-    busy = one.submit(PROMPTS[0], LONG)
-    next(iter(busy))
+    events = iter(one.submit(PROMPTS[0], LONG))
+    next(events)
     with pytest.raises(RuntimeError, match="still streaming"):
-        for _ in range(3):  # it may just have ended
-            one.generate([PROMPTS[0]], PARAMS[0])
+        one.generate([PROMPTS[0]], PARAMS[0])
+    assert len({event.index for event in events}) == 1
+
+
+def test_whoever_has_a_result_may_call_the_engine_and_ask_again_and_may_have_lost_the_engine() -> None:
+    ids, one = [5, 6, 7], an_engine()
+    rounds = one.schedule.rounds
+    rounds.synchronize = lambda: time.sleep(0.002)  # type: ignore[method-assign]
+    for _ in range(5):
+        request = one.submit((token for token in ids), PARAMS[0])  # type: ignore[arg-type]
+        assert request.result() is request.result()
+        assert [request.result().tokens] == [c.tokens for c in one.generate([ids], PARAMS[0])]
+    del one, rounds
+    assert an_engine().submit(ids, PARAMS[0]).result().tokens == request.result().tokens
+
+
+def test_closing_ends_what_threads_have_at_work() -> None:
+    with an_engine() as one:
+        requests = [one.submit(prompt, LONG) for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[3])]
+        events = iter(requests[0])
+        next(events)
+    ended = [list(events)[-1].completion, *(request.result() for request in requests[1:])]
+    assert [each and each.finish_reason for each in ended] == ["cancelled"] * 3 and not one._service._at_work
 
 
 def test_what_is_submitted_while_another_call_is_at_work_is_decoded_after_it() -> None:
@@ -59,16 +81,17 @@ def test_what_is_submitted_while_another_call_is_at_work_is_decoded_after_it() -
 
 
 def test_a_request_is_cancelled_wherever_it_is_and_others_go_on_as_they_were() -> None:
-    one = an_engine(batch_size=2, max_seq_len=4_096)
+    one = an_engine(batch_size=3, max_seq_len=4_096)
     [alone] = one.generate([PROMPTS[0]], LONG)
-    stays, goes, filled, waits = (
-        one.submit(prompt, LONG) for prompt in (PROMPTS[0], PROMPTS[1], random_ids(3_600), PROMPTS[3])
-    )
+    long: list[Any] = []
+    one.on_progress = lambda what, done, n: long[0].cancel() if what == "prefill" and 0 < done < n > 3_000 else None
+    stays, goes = one.submit(PROMPTS[0], LONG), one.submit(PROMPTS[1], LONG)
+    long.append(filled := one.submit(random_ids(3_600), LONG))
+    waits = one.submit(PROMPTS[3], LONG)
+    waits.cancel()  # before one of three slots is free for it
     events = iter(goes)
     first = next(events)
-    waits.cancel()
     goes.cancel()
-    filled.cancel()
     *_, last = [first, *events]
     assert last.completion and last.completion.finish_reason == "cancelled"
     assert 0 < last.completion.stats.emitted < 400 and last.completion.stats.emitted == len(last.completion.tokens)
