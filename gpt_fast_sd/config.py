@@ -136,7 +136,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():  # of which a number may be numpy's or torch's
-            object.__setattr__(self, name, value.item() if hasattr(value, "item") else value)
+            object.__setattr__(self, name, value.item() if getattr(value, "ndim", 1) == 0 else value)
         at_least_one("max_tokens", self.max_tokens)
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
@@ -158,8 +158,8 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r:.80}")
         stops, ids = self.stop_strings, self.stop_token_ids
-        if ids is not None and not (isinstance(ids, Sequence) and all(type(i) is int and i >= 0 for i in ids)):
-            raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r:.80}")
+        if ids is not None and not (isinstance(ids, list | tuple) and all(type(i) is int and i >= 0 for i in ids)):
+            raise ValueError(f"stop_token_ids must be a list of token ids, got {' '.join(repr(ids).split()):.80}")
         if not all(isinstance(s, str) and s for s in stops):
             raise ValueError(f"stop must be a non-empty string or several, got {self.stop!r}")
         if half := next((c for s in stops for c in s if 0xD800 <= ord(c) < 0xE000), None):

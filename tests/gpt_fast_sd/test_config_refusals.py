@@ -36,7 +36,11 @@ NONSENSE: list[tuple[type, str, tuple[Any, ...]]] = [
     (SamplingParams, "min_p", (-0.01, 1.5, math.nan, False)),
     (SamplingParams, "seed", (-1, 2**63, 1.0, "7")),
     (SamplingParams, "stop", ("", ["a", ""], [3], ("x", None), 0, False, 7)),
-    (SamplingParams, "stop_token_ids", (3, "3", [-1], [True], [1.5])),
+    (
+        SamplingParams,
+        "stop_token_ids",
+        (3, "3", b"3", [-1], [True], [1.5], [np.int64(7)], np.array([5, 6]), torch.ones(2)),
+    ),
     (SamplingParams, "ignore_eos", ("false", "yes", 1, None, [])),
 ]
 REFUSED = [(config, name, value) for config, name, values in NONSENSE for value in values]
@@ -142,7 +146,11 @@ def test_stop_is_one_string_or_several(stop: Any, strings: tuple[str, ...]) -> N
 
 def test_parameters_are_made_anew_from_what_they_hold_and_from_numbers_of_numpy_and_torch() -> None:
     given = SamplingParams(
-        max_tokens=np.int64(3), temperature=np.float32(0.5), top_k=np.int32(4), seed=torch.tensor(5), stop=("a", "b")
+        max_tokens=np.int64(3),
+        temperature=np.float32(0.5),
+        top_k=np.int32(4),
+        seed=torch.tensor(5),
+        stop=("a", "b"),
     )  # type: ignore[arg-type]
     assert given == SamplingParams(max_tokens=3, temperature=0.5, top_k=4, seed=5, stop=("a", "b"))
     assert SamplingParams(**dataclasses.asdict(given)) == given and type(given.seed) is type(given.max_tokens) is int
