@@ -184,8 +184,9 @@ MANY_TOKENS, MANY_KEYS = (400, 4_000), (3_000, 64)  # length, vocabulary
 
 @pytest.mark.parametrize(
     ("policy", "of", "sizes", "kv_dtype"),
-    [*itertools.product(["off", "streaming", "snapkv", "quest", "guided", "lookup", "hierarchy"], ["cpu", "cuda"],
-                        [MANY_TOKENS, MANY_KEYS], ["fp32"]),
+    [*(pytest.param(policy, of, sizes, "fp32", marks=() if (of == "cpu") == (sizes is MANY_KEYS) else pytest.mark.slow)
+       for policy in ("off", "streaming", "snapkv", "quest", "guided", "lookup", "hierarchy")
+       for of in ("cpu", "cuda") for sizes in (MANY_TOKENS, MANY_KEYS)),
      *itertools.product(["off", "snapkv", "quest", "guided"], ["cpu"], [MANY_KEYS], ["int8"])],
 )  # fmt: skip
 def test_no_step_holds_more_than_the_plan_s_workspace(

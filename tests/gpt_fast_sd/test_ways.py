@@ -26,7 +26,7 @@ from tests.gpt_fast_sd.policies.drafting import tokens_of
 from tests.helpers import Patch, few, random_ids, tiny_config, tiny_engine, tiny_model
 
 NAMES = ["off", *POLICIES]
-FEW = ("hierarchy",)  # drafts of one step, and of two models
+FEW = ("lookup",)  # drafts by no step; the slow run has those of one, and of two models
 PROMPTS = [random_ids(n, seed=n) for n in (150, 1, 300, 40)]
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=11, ignore_eos=True, temperature=0.9, seed=3)

@@ -28,7 +28,7 @@ pytest.importorskip("uvicorn")
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 CHAT = [{"role": "system", "content": "Be </s> brief."}, {"role": "user", "content": "Why is it late?"}]
-GREEDY: dict[str, Any] = {"model": "m", "temperature": 0.0, "max_tokens": 24}
+GREEDY: dict[str, Any] = {"model": "m", "temperature": 0.0, "max_tokens": 12}
 LONG = GREEDY | {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
 
 
@@ -98,13 +98,13 @@ def served(folder: Path) -> Iterator[Running]:
 def test_answers_are_what_the_engine_gives(served: Running, params: dict[str, Any]) -> None:
     assert served.engine.tokenizer
     ids, how, prompts = served.engine.tokenizer.chat(CHAT), GREEDY | params, ["The harbour was", "Chapter 1", "It was"]
-    *texts, of_ids, chat = served.texts(*prompts, [5, 6, 7], ids, **{"temperature": 0.0, "max_tokens": 24} | params)
+    *texts, of_ids, chat = served.texts(*prompts, [5, 6, 7], ids, **{"temperature": 0.0, "max_tokens": 12} | params)
     answer = served.ask(**how, prompt=prompts)
     assert [choice.text for choice in answer.choices] == texts
     assert served.ask(**how, prompt=[5, 6, 7]).choices[0].text == of_ids
     details, n = answer.usage.completion_tokens_details, answer.usage.completion_tokens
-    assert n <= 72 and details.rounds + details.accepted_prediction_tokens >= n
-    assert params or (n == 72 and {choice.finish_reason for choice in answer.choices} == {"length"})
+    assert n <= 36 and details.rounds + details.accepted_prediction_tokens >= n
+    assert params or (n == 36 and {choice.finish_reason for choice in answer.choices} == {"length"})
     told = ["", "", ""]
     for piece in served.ask(**how, prompt=prompts, stream=True):
         told[piece.choices[0].index] += piece.choices[0].text
@@ -124,7 +124,7 @@ def test_what_is_left_out_is_as_in_openais_api(served: Running) -> None:
 
 @pytest.mark.parametrize("n", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_of_a_crowd_of_whom_half_leave_all_others_are_answered_and_all_slots_are_free(served: Running, n: int) -> None:
-    [text], [whole] = served.texts("It was", max_tokens=24), served.texts("It was", max_tokens=400, ignore_eos=True)
+    [text], [whole] = served.texts("It was", max_tokens=12), served.texts("It was", max_tokens=400, ignore_eos=True)
     stays, told = served.ask(**LONG, prompt="It was", stream=True), dict[int, str]()
     begun = next(iter(stays)).choices[0].text
 
@@ -191,7 +191,7 @@ def test_a_full_queue_says_so_and_who_waits_may_leave_it_and_time_that_is_over_c
             assert refused.value.response.headers["retry-after"] == "1" and refused.value.code == "queue_full"
         one.until(queue=0)
         stream.close()
-        assert one.ask(**GREEDY, prompt="d").usage.completion_tokens == 24
+        assert one.ask(**GREEDY, prompt="d").usage.completion_tokens == 12
         stream = one.ask(**LONG, prompt="a", stream=True)
         next(iter(stream))
         assert one.end() == 0
@@ -216,7 +216,7 @@ def test_a_signal_ends_the_program_when_all_have_their_answers(folder: Path) -> 
             url, said = program.stdout.readline().split(" ", 1)
             assert url.startswith("http://127.0.0.1:") and said == f"serves {folder}, --draft off\n"
             ask, how = client_of(url).completions.create, {"prompt": "a", "stream": True, "model": str(folder)}
-            stays, cut = (ask(**LONG | how | {"max_tokens": n}) for n in (300, 4000))
+            stays, cut = (ask(**LONG | how | {"max_tokens": n}) for n in (120, 4000))
             assert next(iter(stays)) and next(iter(cut))
             program.send_signal(signal.SIGTERM)
             with pytest.raises(openai.InternalServerError, match="503 - the server is ending"):

@@ -121,7 +121,7 @@ def entries() -> Iterator[Any]:
             for n_rows in tiles if op in FEW else (1024,) if op in MANY else (4, 32, 136):
                 often = head_dim == 128 and (op, cap, n_rows, held, tail) in OFTEN
                 if held is None and head_dim in (64, 128):
-                    often = often or (op in MANY and cap in (80, 90)) or (op == "mass" and cap == 90)
+                    often = often or (op in MANY and cap == 90) or (op == "mass" and cap == 90)
                     often = often or (op == "sparse" and cap == 90 and n_rows == 32)
                 marks = () if often and dtype == BF16 else pytest.mark.slow
                 yield pytest.param(op, cap, n_rows, head_dim, dtype, held, tail, marks=marks)

@@ -305,7 +305,7 @@ def test_a_cache_may_end_anywhere_and_nothing_past_it_is_read(form: str, value: 
 @needs_each_kernel
 @each_of(bf16=[0.0, 8.0, 100.0], int8=[0.0, 0.125, 8.0, 64.0], draft=[0.0, 0.125, 8.0, 64.0])
 def test_attention_may_be_flat_or_sharp_and_scales_of_any_size(form: str, value: float) -> None:
-    case = Case([700, 64, 5000], form=form, n_tokens=5, group=3, sharp=value)
+    case = Case([700, 64, 2200], form=form, n_tokens=5, group=3, sharp=value)
     assert is_close(case.attend(), case.near())
     if case.v_scale is None:
         return

@@ -95,7 +95,7 @@ def test_a_prompt_is_prefilled_and_drafted_from_as_streaming_llm_does(tmp_path: 
 
 
 def test_kernels_store_a_prompt_read_through_sinks_and_window_as_the_core_does() -> None:
-    shape = {"vocab_size": 256, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "ffn_dim": 96}
+    shape = {"vocab_size": 256, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 96}
     body, found = random_ids(700, seed=1), list[list[Tensor]]()
     for bodies in ("fast", "reference"):
         models = [

@@ -458,7 +458,7 @@ def draws_stay_together_where_the_last_bits_of_probabilities_differ(parallel: Pa
         assert len({token for c in completions for token in c.tokens}) > 24
 
 
-@check(ENGINE)
+@check(SELDOM)
 def a_vocabulary_that_ranks_do_not_divide_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     odd = wide_config(vocab_size=257, tie_embeddings=True)
     small = dataclasses.replace(odd, n_layers=1)
@@ -525,7 +525,7 @@ def ranks_read_their_parts_of_a_checkpoint_in_float8(parallel: Parallel, folder:
         ), (name, kind)
 
 
-@check(ENGINE)
+@check(SELDOM)
 def an_int8_cache_on_ranks_gives_the_tokens_of_one(parallel: Parallel, folder: Path) -> None:
     """Keys of a biased model are equalized by each rank for its own kv heads, as they are where one has all of them."""
     for config in (wide_config(), FAMILIES["two_kv_heads"]):
