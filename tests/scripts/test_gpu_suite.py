@@ -24,11 +24,7 @@ from tests.scripts.measuring.test_gpu import dry_setup
 ROOT = Path(__file__).resolve().parents[2]
 DRY = "--device cpu --tiny --pairs 1"
 Record = dict[str, Any]
-WRONG = {
-    "ok": False,
-    "tree": "of another day",
-    "tests": {"test_a": {"outcome": "failed", "said": "E  assert 1 == 2\n"}},
-}
+WRONG = {"ok": False, "tree": "another", "tests": {"test_a": {"outcome": "failed", "said": "E  assert 1 == 2\n"}}}
 BROKEN = {"status": FAILED, "error": "RuntimeError: CUDA error"}
 
 
