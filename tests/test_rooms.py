@@ -232,9 +232,7 @@ def test_what_is_read_and_when_does_not_depend_on_who_attends() -> None:
         ("scripts/generate.py", "import rich\nfrom gpt_fast_sd import Engine\nfrom measuring.turns import run", ""),
     ],
 )
-def test_the_checker_sees_a_planted_violation_and_lets_a_downhill_import_pass(
-    path: str, source: str, wrong: str
-) -> None:
+def test_the_checker_sees_a_violation_and_lets_a_downhill_import_pass(path: str, source: str, wrong: str) -> None:
     assert [wrong in line for line in complaints(path, source)] == [True] * bool(wrong)
 
 

@@ -33,7 +33,7 @@ def test_a_group_is_a_command_and_its_cells_are_forecast(name: str, i: int) -> N
             assert 0.4 < found["forecast_plain_ms"] / cell.plain_ms < 1.6
 
 
-def test_what_was_measured_stands_beside_and_everything_is_written_where_there_are_gpus_enough(
+def test_what_was_measured_stands_beside_and_all_is_written(
     tmp_path: Path, capsys: Printed, monkeypatch: Patch
 ) -> None:
     pytest.importorskip("matplotlib")

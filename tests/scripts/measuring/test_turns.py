@@ -60,13 +60,11 @@ def seconds(decode: float) -> Run:
     return Run(EngineStats(decode_seconds=decode, verify_seconds=decode, decode_tokens=10, rounds=10), None, [])
 
 
-def test_a_run_that_the_machine_stopped_does_not_move_the_medians() -> None:
+def test_a_run_that_the_machine_stopped_does_not_move_the_medians_of_rounds_and_their_parts() -> None:
     turns = Turns([seconds(1.0), seconds(1.0), seconds(60.0)], [seconds(0.5), seconds(0.5), seconds(0.5)])
     assert sorted(turns.ratios()) == [2.0, 2.0, 120.0] and turns.ratios("steady") == []
     assert timing.round_ms(turns.plain) == {"round": 100.0, "draft": 0.0, "verify": 100.0, "host": 0.0}
-
-
-def test_a_round_that_is_one_graph_is_not_told_by_part() -> None:
+    # and a round that is one graph is not told by part
     graph = Run(EngineStats(decode_seconds=1.0, decode_tokens=10, rounds=10), None, [])
     assert timing.round_ms([graph]) == {"round": 100.0, "draft": None, "verify": None, "host": None}
     assert Turns([graph], [graph]).by_steps is None
