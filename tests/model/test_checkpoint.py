@@ -75,9 +75,7 @@ def assert_same(loaded: Transformer, saved: Transformer) -> None:
         assert torch.equal(loaded.get_parameter(name), tensor), name
 
 
-def test_loading_whole_or_in_parts_gives_back_every_parameter_and_needs_no_file_later(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_loading_gives_every_parameter_in_parts_too_and_needs_no_file_later(tmp_path: Path, monkeypatch: Patch) -> None:
     saved = save(tmp_path)
     loaded = load_model(tmp_path)
     monkeypatch.setattr("gpt_fast_sd.model.files.checkpoint._NUMBERS_AT_ONCE", 70)

@@ -215,7 +215,7 @@ def test_a_registered_view_is_planned_by_its_own_word(monkeypatch: pytest.Monkey
     assert one.draft_seconds == pytest.approx(reading(7, 8))
 
 
-# ---- published figures -----------------------------------------------------------------------------------------------
+# ---- published figures, and steps of Llama-3.1-8B whose drafts read 512 entries --------------------------------------
 
 
 MAGICDEC = [  # arXiv 2408.11049, tables 2 and 6: Llama-3.1-8B on eight H100, SnapKV 2049: ms of T_T, T_D and T_V
@@ -238,9 +238,6 @@ def test_nothing_that_magicdec_measured_is_faster_than_the_roofline_and_what_is_
     assert 0.75 < ours.target_seconds * 1e3 / plain < 1.25
     assert 0.75 < ours.verify_seconds * 1e3 / verify < 1.25
     assert ours.draft_seconds * 1e3 < draft  # its draft steps were mostly gaps
-
-
-# ---- steps of Llama-3.1-8B, drafts reading 512 entries ---------------------------------------------------------------
 
 
 def rounds(batch: int, context: int, gamma: int, alpha: float, e: Efficiency = IDEAL) -> Forecast:
@@ -379,7 +376,7 @@ def test_kernels_of_a_layer_are_counted_as_they_are_launched() -> None:
     } == {name: test_codegen.CACHES[name][0] for name in ("int8", "planes")}
 
 
-# ---- lengths ---------------------------------------------------------------------------------------------------------
+# ---- lengths, and memory ---------------------------------------------------------------------------------------------
 
 
 def test_break_even_is_where_the_speedup_crosses_one() -> None:
@@ -399,9 +396,6 @@ def test_the_critical_length_is_where_a_larger_batch_begins_to_gain_more() -> No
     assert at and 1250 < at <= 1500
     few, many = (on_h200().best(draft, 0.8, batch, at - 1).ratio for batch in (32, 256))
     assert many < few
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_comes_with_what_does_and_unknown_memory_holds_everything() -> None:
@@ -447,7 +441,7 @@ def test_what_the_engine_refuses_is_refused_in_its_words(asked: Callable[[], obj
         asked()
 
 
-# ---- chips -----------------------------------------------------------------------------------------------------------
+# ---- chips, and acceptance -------------------------------------------------------------------------------------------
 
 
 def test_chips_are_known_by_what_users_and_drivers_call_them() -> None:
@@ -466,9 +460,6 @@ def test_rates_that_are_none_make_no_chip_and_no_link(rate: float) -> None:
         Chip(name="x", bandwidth=rate, peak=1e12)
     with pytest.raises(ValueError, match="bandwidth of x must be positive"):
         Link(name="x", bandwidth=rate, hop=0)
-
-
-# ---- acceptance ------------------------------------------------------------------------------------------------------
 
 
 def test_acceptance_is_what_is_said_else_what_was_measured_else_what_was_published() -> None:
@@ -503,7 +494,7 @@ def test_an_acceptance_that_is_not_a_rate_is_refused(said: str) -> None:
         Kept.of([said])
 
 
-# ---- whole plans -----------------------------------------------------------------------------------------------------
+# ---- whole plans, and models that the engine does not run ------------------------------------------------------------
 
 
 def test_a_standalone_draft_is_planned_only_with_a_model() -> None:
@@ -556,9 +547,6 @@ def test_drafts_without_a_budget_and_over_a_draft_model_are_compared(tmp_path: P
     assert program.main(["--measured", str(file)]) == 0
     out = capsys.readouterr().out
     assert "measured over predicted" in out and "hierarchy/standalone 64" in out
-
-
-# ---- models that the engine does not run -----------------------------------------------------------------------------
 
 
 def test_layers_with_a_window_read_no_more_and_experts_of_other_tokens_are_read_too() -> None:
