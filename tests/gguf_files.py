@@ -125,9 +125,6 @@ def byte_pair_fields(n: int, *, pre: str = "gpt-2", **more: Any) -> dict[str, An
     special = [f"<|{i}|>" for i in range(n - 257)]
     tokens: Sequence[str] = [*BYTES, "th", *special]
     return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * 257 + [3] * len(special),
-        "tokenizer.ggml.merges": ["t h"],
-    } | {f"tokenizer.{name.replace('__', '.')}": value for name, value in more.items()}
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": ["t h"],
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * 257 + [3] * len(special),
+    } | {f"tokenizer.{name.replace('__', '.')}": value for name, value in more.items()}  # fmt: skip

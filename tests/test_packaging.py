@@ -71,11 +71,8 @@ def test_the_door_hands_out_its_names_and_refuses_others() -> None:
         gpt_fast_sd.Enigne  # noqa: B018
 
 
-def test_the_version_is_the_one_in_pyproject() -> None:
+def test_pyproject_has_the_version_and_installs_every_package_of_the_checkout() -> None:
     assert gpt_fast_sd.__version__ == pyproject()["project"]["version"]
-
-
-def test_pyproject_installs_every_package_of_the_checkout() -> None:
     assert sorted(pyproject()["tool"]["setuptools"]["packages"]) == sorted(package_folders().values())
 
 

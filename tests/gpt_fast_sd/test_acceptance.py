@@ -117,10 +117,11 @@ def test_sampled_verdicts_are_those_of_the_slow_reference(n_rows: int, gamma: in
 # ---- what is committed, and planned ----------------------------------------------------------------------------------
 
 VOCAB, HISTORY = 7, 24
+Case = tuple[BatchState, Tensor, Tensor, AcceptResult]
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[BatchState, torch.Tensor, torch.Tensor, AcceptResult]:
+def cases(draw: st.DrawFn) -> Case:
     """Rows in the middle of their texts, drafts and any result of them."""
     n_rows, gamma = draw(st.integers(1, 4)), draw(st.integers(0, 5))
     eos_ids = draw(st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True))
@@ -172,7 +173,7 @@ def slow_commit(
     }  # fmt: skip
 
 
-def ending() -> tuple[BatchState, torch.Tensor, torch.Tensor, AcceptResult]:
+def ending() -> Case:
     """Rows that end, by EOS or by what is left, at the last draft that stays or at the token after all; a free slot."""
     state = BatchState.idle(torch.zeros(5, dtype=torch.int64), HISTORY, VOCAB, [6])
     state.active[:4] = state.stop_on_eos[:4] = True
@@ -185,9 +186,7 @@ def ending() -> tuple[BatchState, torch.Tensor, torch.Tensor, AcceptResult]:
 @settings(max_examples=100, deadline=None)
 @example(case=ending())
 @given(case=cases())
-def test_a_commit_is_that_of_a_loop_over_rows_and_tokens(
-    case: tuple[BatchState, torch.Tensor, torch.Tensor, AcceptResult],
-) -> None:
+def test_a_commit_is_that_of_a_loop_over_rows_and_tokens(case: Case) -> None:
     state, drafted, max_accept, result = case
     expected = [
         slow_commit(state, slot, drafted[slot].tolist(), int(max_accept[slot]), int(result.n_accepted[slot]),
@@ -226,15 +225,13 @@ def test_a_vacant_slot_is_put_to_use_again_with_nothing_left_of_its_last_text() 
     assert state.remaining.tolist() == [4, 2] and state.active.all() and state.stop_on_eos.tolist() == [False, True]
 
 
-def test_what_a_round_needs_from_the_host_is_taken_from_the_live_requests_alone() -> None:
+def test_what_a_round_needs_from_the_host_is_taken_from_the_live_requests_alone_but_for_what_is_captured() -> None:
     """Keys in use are averaged over all slots: times are planned by what is read, which falls as rows end."""
     plan = RoundPlan.of({0: 19, 2: 9}, [SamplingParams(temperature=0.5)])
     assert plan.kind == (True, False) and plan.lengths == {0: 19, 2: 9} and (plan.n_keys, plan.mean_keys(4)) == (20, 7)
     plan = RoundPlan.of({2: 9}, ahead=2)
     assert plan.kind == (False, False) and (plan.n_keys, plan.mean_keys(4)) == (12, 3)
-
-
-def test_a_plan_to_capture_knows_nothing_of_the_rows_that_are_live() -> None:
+    # and one to capture knows nothing of them
     params = [SamplingParams(temperature=0.5, top_k=3)]
     more = {"gamma": 3, "ahead": 2, "number": 7, "follows_a_draft": False, "drafted_at": {0: 5, 2: 9}}
     plan = RoundPlan.of({0: 19, 2: 9}, params, **more)

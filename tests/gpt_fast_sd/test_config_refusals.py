@@ -39,7 +39,7 @@ NONSENSE: list[tuple[type, str, tuple[Any, ...]]] = [
     (
         SamplingParams,
         "stop_token_ids",
-        (3, "3", b"3", [-1], [True], [1.5], [np.int64(7)], np.array([5, 6]), torch.ones(2)),
+        (3, "3", b"3", [-1], [True], [1.5], [np.int64(7)], np.array([5]), torch.ones(2)),
     ),
     (SamplingParams, "ignore_eos", ("false", "yes", 1, None, [])),
 ]
@@ -84,6 +84,11 @@ OWN_VIEWS = ("off", "full", "streaming", "snapkv", "quest", "guided", "lookup", 
         ({"policy": "hierarchy", "view": "quest", "budget": 47}, "budget must be at least 48 for quest, got 47"),
         # for the cheap level's window
         (OVER | {"view": "full", "budget": 5}, "budget must be at least 12 for streaming, got 5"),
+        (
+            {"policy": "snapkv", "draft_tp": 1},
+            "draft_tp is for a draft_model: policy 'snapkv' drafts with the target's own",
+        ),
+        (OVER | {"draft_tp": 0}, "draft_tp must be a whole number of at least 1, got 0"),
         *(({"policy": "streaming", "kv_bits": n}, f"kv_bits must be 4, got {n!r}") for n in (8, 2, 0, "4")),
         ({"kv_bits": 4}, "kv_bits 4 is for drafts from the target's own cache, which policy 'off' does not read"),
         ({"policy": "standalone", "draft_model": "m", "kv_bits": 4}, "which policy 'standalone' does not read"),
@@ -146,11 +151,7 @@ def test_stop_is_one_string_or_several(stop: Any, strings: tuple[str, ...]) -> N
 
 def test_parameters_are_made_anew_from_what_they_hold_and_from_numbers_of_numpy_and_torch() -> None:
     given = SamplingParams(
-        max_tokens=np.int64(3),
-        temperature=np.float32(0.5),
-        top_k=np.int32(4),
-        seed=torch.tensor(5),
-        stop=("a", "b"),
+        max_tokens=np.int64(3), temperature=np.float32(0.5), top_k=np.int32(4), seed=torch.tensor(5), stop=("a", "b")
     )  # type: ignore[arg-type]
     assert given == SamplingParams(max_tokens=3, temperature=0.5, top_k=4, seed=5, stop=("a", "b"))
     assert SamplingParams(**dataclasses.asdict(given)) == given and type(given.seed) is type(given.max_tokens) is int

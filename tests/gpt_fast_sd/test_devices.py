@@ -40,7 +40,14 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
-def gpu(patch: Patch, name: str = "NVIDIA H100", capability: tuple[int, int] = (9, 0), *, n: int = 1) -> list[int]:
+def gpu(
+    patch: Patch,
+    name: str = "NVIDIA H100",
+    capability: tuple[int, int] = (9, 0),
+    *,
+    n: int = 1,
+    rocm: str | None = None,
+) -> list[int]:
     """A machine with n such GPUs, as torch would report them -> the list of the devices made current."""
     current: list[int] = [0]
     for attribute, answer in {
@@ -54,7 +61,8 @@ def gpu(patch: Patch, name: str = "NVIDIA H100", capability: tuple[int, int] = (
         "empty_cache": lambda: None,
     }.items():
         patch.setattr(torch.cuda, attribute, answer)
-    patch.setattr(torch.version, "cuda", "13.0")
+    patch.setattr(torch.version, "cuda", None if rocm else "13.0")
+    patch.setattr(torch.version, "hip", rocm)
     return current
 
 
@@ -92,12 +100,6 @@ def triton_before_its_first_launch(monkeypatch: Patch, folder: Path) -> None:
 # ---- the machines: each makes torch and Triton answer as they would there --------------------------------------------
 
 
-def an_amd(monkeypatch: Patch, folder: Path) -> None:
-    gpu(monkeypatch, "AMD Instinct MI300X", (9, 4))
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.version, "hip", "6.4.1")
-
-
 def before_its_first_launch(change: Machine) -> Machine:
     """A GPU for which Triton has built nothing yet, and what is missing."""
 
@@ -132,7 +134,7 @@ BUSY = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailab
 MACHINES: dict[str, tuple[Machine, str]] = {
     "a Turing": (lambda patch, folder: gpu(patch, "Tesla T4", (7, 5)),
         r"Tesla T4 has compute capability 7\.5, and our kernels need 8\.0 or more"),
-    "an AMD": (an_amd,
+    "an AMD": (lambda patch, folder: gpu(patch, "AMD Instinct MI300X", (9, 4), rocm="6.4.1"),
         r"device 'cuda' is an AMD GPU to torch .* \(ROCm 6\.4\.1\), and our kernels are made for NVIDIA's"),
     "no Triton": (a_gpu_but(importlib.util, "find_spec", lambda name: None),
         r"device 'cuda' needs triton, which is not installed"),
@@ -172,7 +174,7 @@ def test_what_a_machine_lacks_is_said_in_one_sentence_before_weights_are_read(
     assert capfd.readouterr().err == ""  # not a page of a compiler's
 
 
-# ---- a GPU that serves -----------------------------------------------------------------------------------------------
+# ---- a GPU that serves, and which device is taken --------------------------------------------------------------------
 
 BUILDS = """
 import ctypes, re, subprocess, sys, torch
@@ -219,9 +221,6 @@ def test_a_kernel_s_own_launcher_needs_a_compiler(monkeypatch: Patch, tmp_path: 
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(ValueError, match=r"Ubuntu: gcc python3-dev"):
             require_kernels(CUDA)
-
-
-# ---- which device ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

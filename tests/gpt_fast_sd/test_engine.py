@@ -125,16 +125,6 @@ def test_a_mixed_batch_gives_each_prompt_the_tokens_it_gets_alone(sampled: bool)
         assert many.generate([prompt], wanted)[0].tokens == got.tokens
 
 
-def test_completions_come_in_the_order_of_the_prompts_whichever_finishes_first() -> None:
-    one = engine(batch_size=2)
-    params = [SamplingParams(max_tokens=n) for n in (30, 1, 2, 12, 1)]
-    completions = one.generate(PROMPTS[:5], params)
-    assert [(c.index, len(c.tokens)) for c in completions] == [(0, 30), (1, 1), (2, 2), (3, 12), (4, 1)]
-    # a slot is refilled as soon as it is free: one runs the first prompt, the other all the rest
-    assert one.stats.rounds == 30 and one.stats.row_rounds == one.stats.decode_tokens == 46
-    assert [event.index for event in one.stream(PROMPTS[:5], params) if event.completion] == [1, 2, 3, 4, 0]
-
-
 @pytest.mark.parametrize("seeds", [range(8), [None] * 8])
 def test_other_seeds_and_none_at_all_give_other_tokens(seeds: Sequence[int | None]) -> None:
     params = [SamplingParams(max_tokens=12, temperature=1.0, seed=seed) for seed in seeds]

@@ -125,10 +125,11 @@ def test_bits_are_the_same_for_any_number_of_heads(group: int) -> None:
     assert covers(one.run(PROMPTS, PARAMS), one.run(PROMPTS, PARAMS, speculate=False))
 
 
-# ---- compiled --------------------------------------------------------------------------------------------------------
+# ---- compiled, and on several threads --------------------------------------------------------------------------------
 
 WIDE = tiny_config(dim=128, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=192)  # heads that the CPU kernel serves
 PACKED = replace(WIDE, vocab_size=288)  # and products that it serves, too
+ODD = replace(PACKED, ffn_dim=200)  # and some that it does not
 
 
 def compiled_bits_are_the_same(name: str, dtype: str, config: ModelConfig, **changes: Any) -> None:
@@ -165,12 +166,7 @@ def test_compiled_steps_are_bit_identical(name: str, config: ModelConfig, dtype:
     compiled_bits_are_the_same(name, dtype, config)
 
 
-# ---- on several threads ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("dtype", "config"), [("fp32", PACKED), ("bf16", tiny_config()), ("bf16", replace(PACKED, ffn_dim=200))]
-)
+@pytest.mark.parametrize(("dtype", "config"), [("fp32", PACKED), ("bf16", tiny_config()), ("bf16", ODD)])
 def test_what_a_library_sums_runs_on_one_thread(dtype: str, config: ModelConfig, monkeypatch: Patch) -> None:
     """Weights of another dtype, heads that no kernel serves, and a width that the products' blocks do not divide."""
     on = set[int]()

@@ -263,7 +263,7 @@ def test_what_a_round_reads_on_the_host_asks_for_another_graph(name: str, cuda: 
     assert len(cuda.captures) > before
 
 
-# ---- the end ---------------------------------------------------------------------------------------------------------
+# ---- the end, and faults ---------------------------------------------------------------------------------------------
 
 CLOSED = "the engine is closed: build a new one"
 
@@ -323,9 +323,7 @@ def test_a_group_ends_with_engines_in_scope(cuda: Cuda, grouped: Parallel, expec
         tokens(one)
 
 
-def test_a_batch_job_ends_its_group_when_it_is_done(
-    cuda: Cuda, grouped: Parallel, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_batch_job_ends_its_group_at_last(cuda: Cuda, grouped: Parallel, tmp_path: Path, monkeypatch: Patch) -> None:
     save_hugging_face(tiny_model(), tmp_path / "model", dtype=torch.float32)
     asked, done = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     asked.write_text("".join(json.dumps({"prompt": ids, "max_tokens": 5}) + "\n" for ids in PROMPTS[:3]))
@@ -333,9 +331,6 @@ def test_a_batch_job_ends_its_group_when_it_is_done(
     flags = "--no-compile --gamma 2 --budget 16 --batch-size 2 --max-seq-len 400".split()
     batch.main([str(asked), str(done), "--model", str(tmp_path / "model"), *flags])
     assert "process group destroyed" in cuda.events and len(done.read_text().splitlines()) == 3
-
-
-# ---- faults ----------------------------------------------------------------------------------------------------------
 
 
 def out_of_memory() -> Exception:

@@ -161,7 +161,7 @@ def test_an_engine_with_planes_has_the_bytes_of_one_without_and_takes_drafts_tha
             assert one.stats.accepted == one.stats.drafted
 
 
-# ---- quality ---------------------------------------------------------------------------------------------------------
+# ---- quality, and keys with outliers ---------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -193,9 +193,6 @@ def test_the_bundled_model_says_nearly_as_much_of_its_document_with_an_int8_cach
     assert abs(math.exp(nll[torch.int8] - nll[torch.float32]) - 1) < 3e-3
     agreed = (logits[torch.int8].argmax(-1) == logits[torch.float32].argmax(-1)).float().mean()
     assert agreed >= 0.985
-
-
-# ---- keys with outliers ----------------------------------------------------------------------------------------------
 
 
 def qwen2(bias: float = 0, dtype: torch.dtype = torch.float32, *, queries: float = 0.01, **changes: Any) -> Transformer:

@@ -15,24 +15,14 @@ from torch import Tensor, nn
 from torch.nn import Linear
 
 from gpt_fast_sd import SamplingParams
-from gpt_fast_sd.fast import (
-    BLOCK,
-    Int4,
-    dequantize_blocks,
-    int4_by_sums,
-    int8_linear,
-    pack,
-    packed_linear,
-    packed_swiglu,
-    power_between,
-    quantize_blocks,
-    quantize_rows,
-)
+from gpt_fast_sd.fast import int8_linear, quantize_rows
 from gpt_fast_sd.fast.cpu import build, packing
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
+from gpt_fast_sd.fast.cpu.linear import pack, packed_linear, packed_swiglu
 from gpt_fast_sd.fast.linear_int4 import Int4Linear
 from gpt_fast_sd.fast.linear_int8 import Int8Linear
 from gpt_fast_sd.fast.ops import int8
+from gpt_fast_sd.fast.ops.int4 import BLOCK, Int4, dequantize_blocks, int4_by_sums, power_between, quantize_blocks
 from gpt_fast_sd.model import Transformer, load_model, save_hugging_face
 from gpt_fast_sd.quantization.table import int4_in_blocks
 from tests.gpt_fast_sd.fast.test_cpu import body, needs_kernel  # noqa: F401  needs_kernel asks for body

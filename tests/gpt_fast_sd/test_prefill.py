@@ -143,23 +143,8 @@ def test_a_prompt_in_a_busy_slot_is_copied_or_as_much_as_is_shared(policy: str) 
     got = one.generate(
         [prompt, OTHER[:20], prompt, alike], params
     )  # the third takes the second's slot, then the fourth
-    assert [c.tokens for c in got] == [
-        alone(prompt, 40), alone(OTHER[:20], 3), alone(prompt, 12), alone(alike, 5)
-    ]  # fmt: skip
+    assert [c.tokens for c in got] == [alone(prompt, 40), alone(OTHER[:20], 3), alone(prompt, 12), alone(alike, 5)]
     assert one.stats.prefill_tokens == 599 + 19 + 0 + 629 - 2 * CHUNK
-
-
-def test_a_prompt_asked_again_in_a_later_call_is_not_computed_again() -> None:
-    one = engine()
-    first = one.generate([TEXT[:600], OTHER[:300]], SamplingParams(max_tokens=20))
-    assert one.stats.prefill_tokens == 599 + 299
-    again = one.generate([OTHER[:300], TEXT[:600]], SamplingParams(max_tokens=20))
-    assert one.stats.prefill_tokens == 0
-    assert [c.tokens for c in again] == [c.tokens for c in first[::-1]]
-    # a talk goes on: the prompt's whole chunks are reused, what was emitted was not prefilled
-    longer = [*TEXT[:600], *first[0].tokens, *OTHER[:30]]
-    assert one.generate([longer], SamplingParams(max_tokens=8))[0].tokens == alone(longer, 8)
-    assert one.stats.prefill_tokens == len(longer) - 1 - 2 * CHUNK
 
 
 def test_a_prompt_takes_the_free_slot_that_holds_most_of_it() -> None:

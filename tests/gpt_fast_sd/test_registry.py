@@ -71,8 +71,7 @@ def test_a_registered_policy_without_a_budget_is_measured_once(toy: str) -> None
     assert [setting.label for setting in grid.settings_of([toy, "streaming"], [64, 128])] == [
         toy, "streaming 64", "streaming 128",
     ]  # fmt: skip
-    assert not grid.has_a_model(toy) and grid.has_a_model("hierarchy/standalone")
-    assert not grid.has_a_model("hierarchy") and toy in grid.known_drafters()
+    assert not grid.has_a_model(toy) and toy in grid.known_drafters()
 
 
 def test_a_registered_policy_drafts_without_a_change_of_what_is_said(toy: str) -> None:

@@ -126,7 +126,7 @@ def test_an_event_names_the_drafts_that_were_refused_before_the_texts_end() -> N
     assert one.commit([2, 3, 4], ["streaming", "streaming", "target"], 4, 2, [8, 9]).refused == []
 
 
-# ---- rounds of several tokens ----------------------------------------------------------------------------------------
+# ---- rounds of several tokens, and the account of drafts -------------------------------------------------------------
 
 
 def test_a_piece_is_the_text_that_its_token_made_certain() -> None:
@@ -182,9 +182,6 @@ def test_a_text_ends_the_same_however_its_tokens_come_in_rounds() -> None:
                 assert (event.drafted, event.accepted) == ((kept, kept) if at == 7 else (at - start, kept - 1))
                 start = at
         assert shown == one.text == "xaabab" and one.tokens == [0, 1, 2, 3, 4, 5]
-
-
-# ---- the account of drafts -------------------------------------------------------------------------------------------
 
 
 def test_drafts_are_counted_by_their_position_in_the_round() -> None:

@@ -178,9 +178,6 @@ def test_a_replayed_table_goes_on_inside_a_captured_round() -> None:
     assert taken[0][0][:5] == [3, 0, 2, 1, 3]
 
 
-# ---- what runs on CUDA, through the references of its operators ------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", few(OF_KEYS, ["quest", "early_exit", "standalone, snapkv", "hierarchy, guided"]))
 def test_cudas_operators_give_the_same_tokens_and_no_worse_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine(name).generate(PROMPTS, GREEDY)

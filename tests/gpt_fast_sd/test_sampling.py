@@ -175,7 +175,7 @@ def test_a_temperature_near_0_is_nearly_greedy(temperature: float) -> None:
     assert torch.equal(p.argmax(-1), logits.argmax(-1)) and p.isfinite().all()
 
 
-# ---- drawing -------------------------------------------------------------------------------------------------------
+# ---- drawing, and randomness ---------------------------------------------------------------------------------------
 
 
 def test_a_token_of_probability_0_is_never_drawn() -> None:
@@ -205,9 +205,6 @@ def test_the_tail_of_a_large_vocabulary_is_not_lost_to_rounding() -> None:
     token = int(draw(p, u))
     assert exact[token - 1] / exact[-1] <= float(u) < exact[token] / exact[-1]
     assert 59_000 < token < 61_000
-
-
-# ---- randomness ----------------------------------------------------------------------------------------------------
 
 
 def slow_uniform(seed: int, position: int, stream: int) -> float:

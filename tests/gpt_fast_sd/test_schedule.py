@@ -19,7 +19,7 @@ from gpt_fast_sd.prefill import CHUNK, Prefill
 from gpt_fast_sd.serving import lifecycle
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, entries, prefilled
 from tests.gpt_fast_sd.test_rounds import NAMES, captured, engine, told
-from tests.helpers import ByteTokenizer, ahead, few, random_ids, thinned
+from tests.helpers import ByteTokenizer, Printed, ahead, few, random_ids, thinned
 
 Watch = Callable[[Engine], list[str]]
 KINDS = {"eager": engine, "captured": captured}
@@ -143,7 +143,7 @@ def test_a_chunk_that_fails_leaves_nothing_to_rely_on(name: str, monkeypatch: py
     assert told(one.generate(PROMPTS, PARAMS)) == told(engine(name).generate(PROMPTS, PARAMS))
 
 
-# ---- seconds ---------------------------------------------------------------------------------------------------------
+# ---- seconds, and progress -------------------------------------------------------------------------------------------
 
 
 @thinned("name,kind", ["streaming", "standalone"], list(KINDS))
@@ -168,12 +168,7 @@ def test_the_time_of_a_chunk_is_no_rounds(name: str, kind: str, monkeypatch: pyt
     assert took and max(took) < 0.01
 
 
-# ---- progress --------------------------------------------------------------------------------------------------------
-
-
-def test_on_progress_tells_how_far_a_prompt_is_and_an_engine_says_nothing_by_itself(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_on_progress_tells_how_far_a_prompt_is_and_an_engine_says_nothing_by_itself(capfd: Printed) -> None:
     one, told_so = engine("standalone"), list[tuple[str, int, int]]()
     one.warm_up()
     one.on_progress = lambda what, done, total: told_so.append((what, done, total))

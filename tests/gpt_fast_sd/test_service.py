@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -33,11 +34,8 @@ def test_threads_get_what_generate_gives_and_other_calls_wait_for_their_turn() -
     def user(i: int) -> None:
         got[i] = list(one.submit(*jobs[i]))
 
-    threads = [threading.Thread(target=user, args=(i,)) for i in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(jobs)) as users:
+        list(users.map(user, range(len(jobs))))
     for i, events in got.items():
         assert [token for event in events for token in event.tokens] == expected[i]
         assert events[-1].completion and events[-1].completion.tokens == expected[i]

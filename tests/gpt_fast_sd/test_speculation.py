@@ -401,7 +401,7 @@ def test_looking_is_no_part_of_the_time_of_decoding_and_is_done_for_a_listener(m
     assert [event.completion.tokens for event in sorted(events, key=lambda e: e.index) if event.completion] == quiet
 
 
-# ---- the cache ------------------------------------------------------------------------------------------------------
+# ---- the cache, several engines, and compiled ones ------------------------------------------------------------------
 
 MAX_LEN = 3 * SPLIT
 CROSSING = [random_ids(n, seed=n) for n in (2 * SPLIT - 3, 3, 2 * SPLIT - 12)]  # rounds reach over the end of a split
@@ -455,9 +455,6 @@ def test_a_text_may_end_at_the_last_position_of_the_cache(name: str) -> None:
     got = one.generate(prompts, params)
     assert tokens_of(got) == tokens_of(one.generate(prompts, params, speculate=False))
     assert [len(c.tokens) for c in got] == [20] * 3
-
-
-# ---- several engines, and compiled ones -----------------------------------------------------------------------------
 
 
 def test_engines_of_different_shape_and_policy_take_turns_in_one_process() -> None:

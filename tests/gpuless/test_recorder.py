@@ -98,13 +98,11 @@ MIXED: dict[str, Callable[[Tensor], Any]] = {
     "copied to the host": lambda x: torch.empty(4, dtype=torch.int64).copy_(x),
 }
 FINE: dict[str, Callable[[Tensor], Any]] = {
-    "arithmetic": lambda x: torch.where(x > 1, 2.0, x.float()).softmax(0),
-    "index": lambda x: x[x],
-    "assignment": lambda x: x.__setitem__(x, x + 1),
-    "filled": lambda x: x.__setitem__(slice(0, 2), 7),
+    "arithmetic": lambda x: torch.where(x > 1, 2.0, x.float()).softmax(0), "index": lambda x: x[x],
+    "assignment": lambda x: x.__setitem__(x, x + 1), "filled": lambda x: x.__setitem__(slice(0, 2), 7),
     "made on the device": lambda x: x + torch.arange(4, device=x.device),
     "repeated": lambda x: x.repeat_interleave(3),
-}
+}  # fmt: skip
 
 
 @needs_fake_cuda

@@ -12,19 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import FORMATS, SPLIT, KVCache, ModelConfig, buffers
+from gpt_fast_sd.model import FORMATS, KVCache, buffers
 from tests.helpers import form_of, tiny_config
 
 B = 4
 
 
-def cache_for(config: ModelConfig, *, max_seq_len: int = 3 * SPLIT, dtype: torch.dtype = torch.float32) -> KVCache:
-    return KVCache(config, B, max_seq_len, format=form_of(dtype), device=torch.device("cpu"))
-
-
 def test_capacity_and_views_are_of_whole_splits_and_of_two_at_least() -> None:
     for asked, capacity in ((1, 512), (257, 512), (512, 512), (513, 768), (768, 768)):
-        cache = cache_for(tiny_config(), max_seq_len=asked)
+        cache = KVCache(tiny_config(), B, asked, format=FORMATS["fp32"], device=torch.device("cpu"))
         assert cache.capacity == capacity
         assert all(buffer.shape[2] >= capacity for buffer in cache.buffers)
     for n_keys, n_splits in ((1, 2), (256, 2), (512, 2), (513, 3), (768, 3), (769, 4)):

@@ -57,12 +57,7 @@ def test_a_preset_is_found_by_its_exact_name_only() -> None:
         preset("Llama-3.1-8B")
 
 
-def test_left_out_fields_mean_what_each_format_says() -> None:
-    llama = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
-    config = ModelConfig.from_hugging_face(llama, "c")
-    assert (config.head_dim, config.n_kv_heads, config.rope_theta) == (16, 4, 10000.0)
-    assert (config.bos_id, config.eos_ids, config.tie_embeddings, config.sliding_window) == (None, (), False, None)
-    assert ModelConfig.from_hugging_face(MISTRAL | {"sliding_window": None}, "c").sliding_window is None
+def test_a_number_of_kv_heads_that_is_null_is_that_of_query_heads() -> None:
     assert ModelConfig.from_hugging_face(QWEN3 | {"num_key_value_heads": None}, "c").n_kv_heads == 4
 
 

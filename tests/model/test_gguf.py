@@ -456,9 +456,7 @@ BYTES: dict[str, Change] = {
     "an alignment of 0": put(b"general.alignment", 4, "I", 0),
     "an alignment that leads outside": put(b"general.alignment", 4, "I", 2**31),
     "as many tensors without names as zeros give": header(struct.pack("<IQQ", 3, 2**40, 0), bytes(1_000_000)),
-    "arrays in arrays, deeper than any stack": header(
-        A_FIELD, struct.pack("<I", 9), struct.pack("<IQ", 9, 1) * 100_000
-    ),
+    "arrays in arrays, deeper than a stack": header(A_FIELD, struct.pack("<I", 9), struct.pack("<IQ", 9, 1) * 100_000),
     "more texts than bytes": header(A_FIELD, struct.pack("<IIQ", 9, 8, 2**61), bytes(1_000_000)),
 }
 

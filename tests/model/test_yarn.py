@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, SamplingParams
 from gpt_fast_sd.model import ModelConfig, RopeScaling, Transformer, load_model
-from tests.helpers import ByteTokenizer, few, random_transformers_model, tiny_config
+from tests.helpers import few, random_transformers_model, tiny_config, tiny_engine
 from tests.model.test_config import LLAMA as CONFIG
 
 LLAMA = CONFIG | {"rope_theta": 10000.0}
@@ -147,8 +147,7 @@ def test_an_engine_says_past_the_original_window_what_transformers_says(policy: 
     with torch.no_grad():
         out = theirs.generate(asked, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
     draft = DraftConfig(policy=policy, budget=64, gamma=3, exit_layers=1 if policy == "early_exit" else None)
-    config = EngineConfig(batch_size=1, max_seq_len=256, dtype="fp32", device="cpu", compile=False)
-    engine = Engine(load_model(tmp_path, dtype=torch.float32), ByteTokenizer(), config, draft)
+    engine = tiny_engine(draft, model=load_model(tmp_path, dtype=torch.float32), batch_size=1, max_seq_len=256)
     (found,) = engine.generate(asked.tolist(), SamplingParams(max_tokens=60, ignore_eos=True))
     assert found.tokens == out[0, 150:].tolist()
     assert len(set(found.tokens)) > 4

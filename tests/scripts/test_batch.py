@@ -115,14 +115,6 @@ def test_every_line_is_continued_as_the_engine_alone_continues_it(job: Job) -> N
     assert not job.rejected.exists()
 
 
-def test_lines_written_as_they_finish_are_the_same_lines(job: Job) -> None:
-    job.give(*(r | {"max_tokens": 40 if i == 0 else 3} for i, r in enumerate(prompts(9))))
-    assert job.code(output=job.folder / "a.jsonl") == job.code("--order", "finished") == 0
-    ordered, finished = read_lines(job.folder / "a.jsonl"), job.lines
-    assert finished[0]["index"] != 0 and finished != ordered
-    assert sorted(finished, key=lambda r: r["index"]) == ordered
-
-
 def test_lines_that_make_no_sense_are_rejected_by_number(job: Job) -> None:
     fine: Record = {"tokens": [1, 2, 3]}
     wrong: list[tuple[Record | str, str]] = [
@@ -335,31 +327,27 @@ class Watched:
         monkeypatch.setattr(Engine, "stream", counted)
 
 
-@pytest.mark.parametrize("order", ["input", "finished"])
-def test_a_line_is_read_when_a_slot_is_free_for_it(job: Job, monkeypatch: Patch, order: str) -> None:
-    watched = Watched(monkeypatch)
-    job.give(*prompts(20))
-    assert job.code("--order", order) == 0
-    assert (watched.read, watched.finished, watched.most_ahead) == (20, 20, 3)
-
-
 def test_slots_do_not_run_dry_before_the_file_ends(job: Job, monkeypatch: Patch) -> None:
     watched = Watched(monkeypatch)
     job.give(*({"prompt": [1, i], "max_tokens": 64 if i in (0, 47) else 2} for i in range(100)))
     assert job.code("--order", "finished", "--draft", "off", "--ignore-eos") == 0
     assert watched.row_rounds == 2 * 64 + 98 * 2
     assert watched.rounds <= 115  # three slots: 108, were it to come out even
+    assert (watched.read, watched.finished, watched.most_ahead) == (100, 100, 3)
 
 
-def test_few_lines_wait_behind_a_slow_one(job: Job, monkeypatch: Patch) -> None:
+def test_lines_wait_behind_a_slow_one_unless_they_are_written_as_they_finish(job: Job, monkeypatch: Patch) -> None:
     watched = Watched(monkeypatch)
     monkeypatch.setattr(batch, "AHEAD", 4)
     job.give(*({"prompt": [1, i], "max_tokens": 90 if i == 0 else 2} for i in range(60)))
     assert job.code("--draft", "off", "--ignore-eos") == 0 and job.places == [*range(60)]
     assert watched.most_kept == 4 * 3 - 1  # all that were read but the first
+    assert (watched.read, watched.finished, watched.most_ahead) == (60, 60, 3)  # read when a slot is free
     watched.most_kept = 0
-    assert job.code("--draft", "off", "--order", "finished", output=job.folder / "any.jsonl") == 0
-    assert watched.most_kept == 0
+    flags, finished = ["--draft", "off", "--ignore-eos", "--order", "finished"], job.folder / "any.jsonl"
+    assert job.code(*flags, output=finished) == watched.most_kept == 0
+    lines = read_lines(finished)
+    assert lines[0]["index"] != 0 and sorted(lines, key=lambda r: r["index"]) == job.lines
 
 
 # ---- killed and started again ----------------------------------------------------------------------------------------
@@ -642,7 +630,6 @@ def test_parts_become_one_file_even_if_a_merge_was_killed_that_which_a_link_name
     assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "out.jsonl", "out.rejects.jsonl"}
     assert files.output.is_symlink() is linked
     assert [path.name for path in elsewhere.iterdir()] == ["real.jsonl"] * linked
-    assert sorted(journal.indices(files.output)) == list(range(6))
 
 
 def test_replicas_share_the_lines_and_skip_blank_ones(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from inputs import prompts
 from measuring import chips, modes, turns
 from measuring.chips import Rates
 from measuring.grid import Point
-from tests.helpers import Patch, Printed, Refuses
+from tests.helpers import Patch, Printed, Refuses, ahead
 
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
@@ -88,10 +88,13 @@ def lossless(tmp_path: Path, capsys: Printed, refuses: Refuses) -> Bench:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_every_point_is_in_the_file_and_in_the_table(sweep: Bench) -> None:
+def test_every_point_is_in_the_file_and_in_the_table(sweep: Bench, monkeypatch: Patch) -> None:
     pytest.importorskip("matplotlib")
-    plots = sweep.folder / "plots"
+    plots, order = sweep.folder / "plots", list[str]()
+    ahead(monkeypatch, modes, "rates_here", lambda *_: order.append("rates"))
+    ahead(monkeypatch, modes.Job, "build", lambda *_: order.append("engine"))
     out = sweep.said("--batch 1,2 --context 40,300 --draft streaming,lookup --plots", plots)
+    assert order == ["rates", "engine", "engine"]  # an engine fills the device
     assert set(sweep.document) == {"benchmark", "settings", "environment", "points", "lengths"}
     assert sorted((r["batch"], r["context"], r["policy"]) for r in sweep.points) == sorted(
         (b, c, d) for b in (1, 2) for c in (40, 300) for d in ("streaming", "lookup")
@@ -126,15 +129,6 @@ def test_every_point_is_in_the_file_and_in_the_table(sweep: Bench) -> None:
     assert out.count("streaming 16, gamma 2") >= 9  # as measured, in the table, and the critical length
     assert "streaming 16, gamma 2: critical length" in out and "break-even at batch 1" in out
     assert "12 of 12 rows equal plain decoding, token for token" in out
-
-
-def test_rates_are_measured_before_an_engine_fills_the_device(sweep: Bench, monkeypatch: Patch) -> None:
-    order: list[str] = []
-    rates, build = modes.rates_here, modes.Job.build
-    monkeypatch.setattr(modes, "rates_here", lambda *of: order.append("rates") or rates(*of))
-    monkeypatch.setattr(modes.Job, "build", lambda *of: order.append("engine") or build(*of))
-    sweep.said("--batch 1,2 --context 40 --draft streaming")
-    assert order == ["rates", "engine", "engine"]
 
 
 @pytest.mark.parametrize(("free", "copied"), [(6, 1.5), (80, 4)])
@@ -354,7 +348,7 @@ def test_times_of_another_machine_or_of_other_pairs_are_not_continued(by_budget:
         assert f"was measured with {name} {value}, not" in by_budget.refusal(flags)
 
 
-# ---- lossless --------------------------------------------------------------------------------------------------------
+# ---- lossless, and how sizes are read --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -394,9 +388,6 @@ def test_a_divergence_is_printed_with_its_gap_and_fails_the_run_but_for_a_near_t
         written["results"][1]["differences"][0]["gap"] = gap
         lossless.file.write_text(json.dumps(written))
         assert "2/3" in lossless.said(flags, "--dtype bf16", code=code)
-
-
-# ---- the pieces ------------------------------------------------------------------------------------------------------
 
 
 def test_sizes_and_gammas_are_read_as_they_are_written() -> None:

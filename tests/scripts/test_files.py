@@ -98,7 +98,7 @@ def test_two_outputs_are_two_files(tmp_path: Path, refuses: Refuses) -> None:
     assert not any(tmp_path.iterdir())
 
 
-# ---- writable is tried -----------------------------------------------------------------------------------------------
+# ---- writable is tried, and what was written is not lost -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,6 @@ def test_what_a_link_or_a_long_name_names_is_written(tmp_path: Path) -> None:
     assert {one.name for one in there.iterdir()} == {"run.json", partial.name}
     assert partial.read_text() == "somebody's own"
     assert {one.name for one in tmp_path.iterdir()} == {"there", "run.json", long.name}
-
-
-# ---- what was written is not lost ------------------------------------------------------------------------------------
 
 
 def test_generate_says_where_what_a_full_disk_refused_is(tmp_path: Path, monkeypatch: Patch, capsys: Printed) -> None:

@@ -355,8 +355,10 @@ def test_without_a_prompt_a_document_is_sampled_and_compared(prints: Says, monke
     assert {"tokens/s", "KV MB per token", "tokens per round", "acceptance"} <= set(card)
     assert "plain" in shown and "samples differ by design" in card["outputs"]
     assert "speculative" not in prints("--no-compare")
-    plain = prints("--draft", "off")
+    plain = prints("--draft", "off", "--report", str(tmp_path / "run.html"))
     assert "a step" in rows(plain) and not {"acceptance", "outputs"} & set(rows(plain))
+    run = run_in(tmp_path / "run.html")  # there is one way
+    assert ({*run["ways"]}, run["sources"], run["n_rounds"]) == ({"plain"}, ["target"], 6)
     assert not ESCAPE.search(plain)
 
 
@@ -404,14 +406,11 @@ def test_a_special_token_in_a_message_is_text_unless_asked_for(gguf_file: Path, 
     assert n_tokens("--parse-special") == 1 + len("Why?") + 1 + 1
 
 
-def test_half_a_character_of_a_message_is_one_sentence(refuses: Says, gguf_file: Path, tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl"
+def test_half_a_character_and_a_file_not_there_or_beside_no_config_are_named(refuses: Says, gguf_file: Path) -> None:
+    path = gguf_file.with_name("in.jsonl")
     path.write_text(r'{"messages": [{"role": "user", "content": "a\ud800"}]}' + "\n", encoding="utf-8")
     said = refuses("--prompts", path, "--model", gguf_file)
     assert re.search(r"in\.jsonl line 1: character \d+ of the text is U\+D800", said)
-
-
-def test_a_file_not_there_or_beside_a_folder_without_a_config_is_named(refuses: Says, gguf_file: Path) -> None:
     assert "there is no file nowhere.gguf" in refuses(*NIGHT, "--model", "nowhere.gguf")
     gguf_file.with_name("config.json").unlink()
     assert refuses(*NIGHT, "--model", gguf_file.parent).endswith(f"did you mean {gguf_file}?")
@@ -497,7 +496,7 @@ def test_smollm2_continues_a_copybook_without_a_prompt(flags: list[str], drawn: 
     assert bytes(prompt[1:]).endswith(b"Date: Monday 25 September 1911\n")  # its wind is the model's to say
 
 
-# ---- the page of a run -----------------------------------------------------------------------------------------------
+# ---- the page of a run, and what is said meanwhile and before weights are read ---------------------------------------
 
 
 def run_in(path: Path) -> dict[str, Any]:
@@ -524,16 +523,6 @@ def test_a_report_holds_the_texts_and_rounds_of_the_first_run(prints: Says, tmp_
     assert run["ways"]["speculative"]["speed"] / run["ways"]["plain"]["speed"] == pytest.approx(told["plain"]["ratio"])
     assert run["verdict"] and dict(run["facts"])["draft"].startswith("streaming, budget 256")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "run.html", "run.json"]
-
-
-def test_a_report_of_plain_decoding_has_one_way(prints: Says, tmp_path: Path) -> None:
-    prints(*NIGHT, "--draft", "off", "--report", str(tmp_path / "run.html"))
-    run = run_in(tmp_path / "run.html")
-    assert ({*run["ways"]}, run["sources"], run["n_rounds"]) == ({"plain"}, ["target"], 6)
-    assert run["requests"][0]["views"] is None
-
-
-# ---- before weights are read, and what is said meanwhile -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

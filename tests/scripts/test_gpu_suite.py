@@ -24,11 +24,7 @@ from tests.scripts.measuring.test_gpu import dry_setup
 ROOT = Path(__file__).resolve().parents[2]
 DRY = "--device cpu --tiny --pairs 1"
 Record = dict[str, Any]
-WRONG = {
-    "ok": False,
-    "tree": "of another day",
-    "tests": {"test_a": {"outcome": "failed", "said": "E  assert 1 == 2\n"}},
-}
+WRONG = {"ok": False, "tree": "another", "tests": {"test_a": {"outcome": "failed", "said": "E  assert 1 == 2\n"}}}
 BROKEN = {"status": FAILED, "error": "RuntimeError: CUDA error"}
 
 
@@ -182,7 +178,7 @@ def test_a_suite_needs_a_gpu_and_its_tests_need_pytest(tmp_path: Path, monkeypat
     assert not (tmp_path / "out").exists()
 
 
-# ---- the stages ------------------------------------------------------------------------------------------------------
+# ---- the stages, and the page ----------------------------------------------------------------------------------------
 
 
 def test_the_smoke_test_comes_first_then_the_headline_kernel_and_every_file_of_tests_is_a_stage() -> None:
@@ -288,9 +284,6 @@ def test_a_change_of_what_tests_are_made_of_runs_them_again(folder: str, tmp_pat
         (tmp_path / folder / "flags.py").write_text(text)
         trees.add(shared.tree_of.__wrapped__())
     assert len(trees) == 2
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_says_what_is_replayed_what_was_read_and_what_its_prompts_repeat() -> None:

@@ -50,12 +50,9 @@ def test_model_args_are_flags_by_name() -> None:
             harness.configs("bundled", args)
 
 
-def test_a_text_that_is_too_long_loses_its_beginning() -> None:
+def test_bos_comes_first_once_and_of_what_is_too_long_the_end_stays(ours: Any) -> None:
     assert harness.window([1, 2, 3], [4, 5], 4) == ([1, 2, 3, 4, 5], 2)  # the last one is not fed
     assert harness.window([1, 2, 3], [4, 5], 3) == ([2, 3, 4, 5], 2)
-
-
-def test_bos_comes_first_once_and_a_context_ends_with_its_last_tokens(ours: Any) -> None:
     ids = ours.tokens.encode("It was", bos=False)
     assert ours.tok_encode("It was") == [1, *ids] and ours.tok_encode("It was", add_special_tokens=False) == ids
     assert ours.tok_encode("<s>It was")[:2].count(1) == 1 and ours.tok_encode("It was", None, 1) == ids[-1:]

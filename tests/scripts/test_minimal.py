@@ -138,13 +138,11 @@ def test_greedy_acceptance_is_the_targets_choice_up_to_the_first_difference() ->
     assert n_accepted.tolist() == [1, 2] and following.tolist() == [1, 4]
 
 
-def test_a_draw_is_never_a_token_of_probability_zero() -> None:
+def test_a_draw_is_never_a_token_of_probability_zero_nor_does_a_tiny_temperature_overflow() -> None:
     weight = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4, -1)
     u = torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-24])
     assert minimal.draw(weight, u).tolist() == [1, 1, 3, 3]
-
-
-def test_a_tiny_temperature_is_nearly_greedy_and_no_number_overflows() -> None:
+    # and a tiny temperature is nearly greedy, and no number overflows
     for temperature in (0.0, 1e-300, 1e-46, 1e-37):
         assert minimal.distribution(torch.tensor([[1.0, 60.0, 59.0]]), temperature).tolist() == [[0.0, 1.0, 0.0]]
 

@@ -17,7 +17,7 @@ from inputs.prompts import read_text
 from measuring import peer_speculation, peer_turns
 from measuring.peer_gpt_fast import GptFast, weights
 from measuring.peers import Decoded, Entry, LlamaCpp, PeerFailed, Transformers, Worker
-from tests.helpers import Refuses, tiny_model
+from tests.helpers import Patch, Printed, Refuses, ahead, tiny_model
 from tests.llama_server import write_llama_server
 
 
@@ -32,30 +32,39 @@ def test_the_size_of_a_cache_is_found_behind_any_amount_of_debugging() -> None:
         LlamaCpp._refuse_shared_rows(peer, 2, 11)
 
 
+class Quick:
+    """A worker that says 7 at once; of two drafts a round one is accepted."""
+
+    notes = "a stand-in"
+
+    def __init__(self, entry: Entry, setup: Any) -> None:
+        self.is_plain = entry.draft is None
+
+    def call(self, name: str, *given: Any) -> Any:
+        return [7] if name == "prefill" else ([[7]] * sum(given), [1.0] * given[1]) if name == "steps" else 0
+
+    def decode(self, tokens: list[int], n: int) -> Decoded:
+        drafts = (0, 0) if self.is_plain else (n, n // 2)
+        return Decoded(tokens=[7] * n, seconds=n * 1e-3, rounds=n - drafts[1], drafted=drafts[0], accepted=drafts[1])
+
+    def close(self) -> None:
+        pass
+
+
 def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cells_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refuses: Refuses
+    tmp_path: Path, monkeypatch: Patch, capsys: Printed, refuses: Refuses
 ) -> None:
     source = tmp_path / "model.gguf"
     peers.export_gguf(peers.BUNDLED, source, "f32")
     seen: list[tuple[Entry, Path]] = []
 
-    class Quick:
-        """Says 7 at once."""
+    def started(_: Quick, entry: Entry, setup: Any) -> None:
+        assert read_config(setup.folder).n_params == read_config(source).n_params
+        seen.append((entry, setup.folder))
+        tensors = peers.load_model(setup.folder).state_dict()
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
-        notes = "a stand-in"
-
-        def __init__(self, entry: Entry, setup: Any) -> None:
-            assert read_config(setup.folder).n_params == read_config(source).n_params
-            seen.append((entry, setup.folder))
-            tensors = peers.load_model(setup.folder).state_dict()
-            assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-
-        def call(self, name: str, *given: Any) -> Any:
-            return [7] if name == "prefill" else ([[7]] * sum(given), [1.0] * given[1]) if name == "steps" else 0
-
-        def close(self) -> None:
-            pass
-
+    ahead(monkeypatch, Quick, "__init__", started)
     monkeypatch.setattr(peer_turns, "Worker", Quick)
     rates = iter([10.0, 9.0, *[20.0] * 9])
     monkeypatch.setattr(peers, "read_bandwidth", lambda: next(rates))
@@ -83,29 +92,12 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
         assert said in refuses(peers.main, *argv, "--contexts", "20", *flags.split())
 
 
-class QuickWorker:
-    """Ours, at once: two drafts a round, of which one is accepted."""
-
-    def __init__(self, entry: Entry, setup: Any) -> None:
-        self.is_plain = entry.draft is None
-
-    def call(self, name: str, *arguments: Any) -> None:
-        assert name == "reserve"
-
-    def decode(self, tokens: list[int], n: int) -> Decoded:
-        drafts = (0, 0) if self.is_plain else (n, n // 2)
-        return Decoded(tokens=[7] * n, seconds=n * 1e-3, rounds=n - drafts[1], drafted=drafts[0], accepted=drafts[1])
-
-    def close(self) -> None:
-        pass
-
-
 def test_speculation_is_timed_beside_llama_cpps_own_and_cells_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refuses: Refuses
+    tmp_path: Path, monkeypatch: Patch, capsys: Printed, refuses: Refuses
 ) -> None:
     source, file = tmp_path / "model.gguf", tmp_path / "speculation.json"
     peers.export_gguf(peers.BUNDLED, source, "f32")
-    monkeypatch.setattr(peer_speculation, "Worker", QuickWorker)
+    monkeypatch.setattr(peer_speculation, "Worker", Quick)
     monkeypatch.setattr(peers.signal, "signal", lambda *_: None)  # this process goes on
     monkeypatch.setattr(peers, "read_bandwidth", lambda: 10.0)
     starts = write_llama_server(tmp_path, last_words="GGML_ASSERT failed", only="ngram-cache")
@@ -162,7 +154,7 @@ def test_a_peer_that_ends_between_two_calls_is_its_own_failure_and_no_other_peer
             worker.call("steps", 1, 1)
 
 
-def test_help_is_the_same_on_every_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_the_same_on_every_machine(capsys: Printed) -> None:
     with pytest.raises(SystemExit):
         peers.parse(["--help"])
     shown = capsys.readouterr().out

@@ -14,6 +14,7 @@ import gpu_suite
 import make_prompts
 import needles
 import plan
+import reproduce
 import serve
 import steps
 import verify
@@ -42,6 +43,7 @@ PROGRAMS: dict[str, tuple[Callable[[list[str]], object], str]] = {  # and the fl
     "plan.py": (plan.main, "--model meta-llama/Llama-3.1-8B"),
     "plan.py without a model": (plan.main, ""),
     "make_prompts.py": (make_prompts.main, ""),
+    "reproduce.py": (reproduce.main, ""),
     "serve.py": (serve.main, "--no-compile --port 0"),
     "minimal.py": (minimal.main, ""),
     "steps.py": (steps.main, ""),
@@ -107,6 +109,7 @@ REFUSED = {
         (f"{BUDGET} --context 5000", "tokens, but 2 prompts of 5,000 need 9,998"),
         (f"{BUDGET} --context 1", "a context of 1 does not fit: from 2 to 16,378"),
         (f"{BUDGET} --context 100,200", "--sweep budget measures with one --context, got 2"),
+        (f"{BUDGET} --draft snapkv --budget 16,64", "budget must be at least 64 for snapkv, got 16"),
         (f"{BUDGET} --synthetic", "--sweep budget is about texts: leave --synthetic out"),
         (f"{LOSSLESS} --budget 64,128", "--lossless measures with one --budget, got 2"),
         (f"{LOSSLESS} --shortest 99", "prompts of 99 to 90 tokens"),
@@ -197,6 +200,10 @@ REFUSED = {
         ("{folder}/ints.json {folder}/out", "must be a JSON object"),
         ("{folder}/answers.json {folder}/out", "row 0 has the unknown key 'answer'; known are"),
         ("--score {document}", "line 1"),
+    ],
+    "reproduce.py": [
+        ("magicdec:table9", "there is no recipe 'magicdec:table9'; there are magicdec:table1,"),
+        ("", "which recipe?"),
     ],
     "serve.py": [
         ("--port 70000", "cannot listen at --host 127.0.0.1 --port 70000"),

@@ -132,14 +132,11 @@ def test_needles_writes_counts_and_spread_of_every_policy(tmp_path: Path, capsys
     file = tmp_path / "needles.json"
     needles.main([*NEEDLES, "--json", str(file)])
     document = read(file)
-    assert [(r["kind"], r["length"], len(r["right"])) for r in document["results"]] == [
-        ("needle", 192, 3), ("prose", 192, 3),
-    ]  # fmt: skip
-    assert [len(s["prompts"]) for r in document["results"] for s in r["settings"]] == [3, 3, 3, 3]
+    results, kinds = document["results"], ("needle", "prose")
+    assert [(r["kind"], r["length"], len(r["right"])) for r in results] == [(kind, 192, 3) for kind in kinds]
+    assert [len(s["prompts"]) for r in results for s in r["settings"]] == [3, 3, 3, 3]
     overall = [r for r in document["summary"] if r["prompts"] == "all"]
-    assert [(r["kind"], r["policy"]) for r in overall] == [
-        ("needle", "streaming"), ("needle", "guided"), ("prose", "streaming"), ("prose", "guided"),
-    ]  # fmt: skip
+    assert [(r["kind"], r["policy"]) for r in overall] == [(k, p) for k in kinds for p in ("streaming", "guided")]
     for r in overall:
         low, high = r["acceptance_interval"]
         assert r["n"] == 3 and low <= r["acceptance_rate"] <= high
@@ -274,12 +271,6 @@ def test_few_bits_reach_the_plan_and_its_heading_and_drafts_take_less_time(
         found.append(json.loads((tmp_path / "plan.json").read_text()))
     assert settings.items() <= found[1]["settings"].items() and said in capsys.readouterr().out
     assert found[1]["cells"][0]["draft_ms"] < found[0]["cells"][0]["draft_ms"]
-
-
-def test_what_was_measured_is_shown_beside_what_is_predicted(capsys: Printed) -> None:
-    assert plan.main(["--measured", str(DATA / "sweep.json")]) == 0
-    out = capsys.readouterr().out
-    assert "measured over predicted" in out and "streaming 256" in out
 
 
 def test_the_drafts_of_a_file_are_planned_with_the_acceptance_that_it_holds(tmp_path: Path) -> None:

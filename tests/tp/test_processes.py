@@ -85,7 +85,7 @@ def test_a_rank_that_is_lost_ends_the_others_with_one_sentence(how: str, timeout
 
 @pytest.mark.slow
 def test_two_agents_on_one_machine_decode_as_one_does(tmp_path: Path) -> None:
-    check, port = "plain_decoding_gives_the_tokens_of_one_rank", free_port()
+    check, port = "the_first_ranks_draws_are_everyones", free_port()
     options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=test"]
     agents = []
     for _ in range(2):

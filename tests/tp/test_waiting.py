@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import common
-from gpt_fast_sd import Engine, EngineConfig
 from gpt_fast_sd.serving.launch import InFlightRound
 from gpt_fast_sd.state import RoundPlan
 from gpt_fast_sd.tp import TIMEOUT, Agreement, Parallel, start
 from measuring.machine import peak_bytes
-from tests.helpers import Patch, Printed, tiny_model
+from tests.helpers import Patch, Printed, tiny_engine, tiny_model
 from tests.tp.spawn import WORKERS, run, torchrun
 
 
@@ -78,8 +77,7 @@ def test_a_round_that_ends_is_read_however_often_the_host_has_to_look(two_ranks:
 
 
 def test_an_engines_rounds_wait_as_its_ranks_do_half_an_hour_by_default(two_ranks: Parallel) -> None:
-    config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
-    engine = Engine(two_ranks.group.shard(tiny_model()), None, config, parallel=two_ranks)
+    engine = tiny_engine(model=two_ranks.group.shard(tiny_model()), parallel=two_ranks)
     assert engine.schedule.rounds.wait == two_ranks.wait_for
     assert TIMEOUT == Parallel(torch.device("cpu")).timeout == 1800
 

@@ -142,9 +142,7 @@ def test_a_gpu_whose_library_has_no_product_of_float8_rows_is_refused_at_the_doo
     ("capability", "batch", "expected"),
     [((9, 0), 4, ["int4", "float8"]), ((9, 0), 5, ["float8"]), ((8, 0), 1, ["int4", "int8"])],
 )
-def test_auto_tries_copies_that_an_h200_found_faster(
-    capability: tuple[int, int], batch: int, expected: list[str]
-) -> None:
+def test_auto_tries_what_an_h200_found_faster(capability: tuple[int, int], batch: int, expected: list[str]) -> None:
     config, draft = EngineConfig(batch_size=batch, max_seq_len=300), DraftConfig()
     with gpu(capability):
         found = copies(System(config=config, draft=draft, model=LLAMA_8B, dtype=torch.bfloat16, device=CUDA))
@@ -168,9 +166,7 @@ LLAMA_8B = ModelConfig(
         ("float8", {"vocab_size": 128_258}, 1, "outputs that 16 divides, and the output head has 4,096 and 128,258$"),
     ],
 )
-def test_sizes_that_a_precision_does_not_take_are_refused(
-    name: str, changes: dict[str, int], ranks: int, said: str
-) -> None:
+def test_sizes_a_precision_does_not_take_are_refused(name: str, changes: dict[str, int], ranks: int, said: str) -> None:
     require_sizes(name, CUDA, LLAMA_8B, 1)
     require_sizes("int8", CUDA, local_config(LLAMA_8B, ranks), ranks)
     shape, of_copy = local_config(replace(LLAMA_8B, **changes), ranks), "vocab_size" in changes

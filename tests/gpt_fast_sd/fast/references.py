@@ -139,7 +139,7 @@ def sparse_attention(
     return out.to(q.dtype)
 
 
-# ---- selection ------------------------------------------------------------------------------------------------------
+# ---- selection, and products ----------------------------------------------------------------------------------------
 
 
 def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
@@ -181,9 +181,6 @@ def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
     scores = torch.where(closed[:, :, None], signed @ read.transpose(-1, -2), float("-inf"))  # [B, K, R, P]
     short = (scores - scores.amax(-1, keepdim=True)).amax(2)  # [B, K, P], 0 is best
     return top_pages(short, n_closed[:, None], n)
-
-
-# ---- products -------------------------------------------------------------------------------------------------------
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

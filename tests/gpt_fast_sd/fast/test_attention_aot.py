@@ -156,7 +156,7 @@ def test_caches_of_bytes_are_built_for_blackwell(cap: int, op: str, held: torch.
     assert_lean(reader.compiled, cap)
 
 
-# ---- what a loop has -------------------------------------------------------------------------------------------------
+# ---- what a loop has, and what is built and launched -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cap", [80, 90])
@@ -201,8 +201,6 @@ def test_a_merge_loads_sixteen_splits_before_it_waits_for_any(cap: int) -> None:
     assert loaded == 16 * merge.kwargs["BLOCK_H"] * 4 and said.count("BAR.") <= 4
 
 
-# ---- what is built and launched --------------------------------------------------------------------------------------
-
 KERNELS = {"mass": ["split_kernel", "merge_kernel", "mass_kernel"], "sparse": ["chunk_kernel", "merge_kernel"]}
 
 
@@ -215,9 +213,7 @@ KERNELS = {"mass": ["split_kernel", "merge_kernel", "mass_kernel"], "sparse": ["
         *(("sparse", cap, {}) for cap in (80, 90)),
     ],
 )
-def test_no_length_and_no_number_of_rows_or_tokens_of_a_tile_builds_another_kernel(
-    op: str, cap: int, how: dict[str, Any]
-) -> None:
+def test_no_length_or_number_of_rows_or_tokens_builds_another_kernel(op: str, cap: int, how: dict[str, Any]) -> None:
     """Of 1, not of 16, one more than before."""
     first = attended(op, cap, **how)
     assert [launch.name for launch in first] == KERNELS.get(op, [launch.name for launch in first])

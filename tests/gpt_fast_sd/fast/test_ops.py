@@ -102,9 +102,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "decode_attention": lambda: (*dense(), 256),
     "decode_attention one": lambda: (*dense(1), 256),
     "decode_attention_with_mass": lambda: (*dense(), 256, 64),
-    "sparse_attention": lambda: (
-        queries(), *layer(), kv_indices(), window_start(), 16, places(), 256, 16,
-    ),
+    "sparse_attention": lambda: (queries(), *layer(), kv_indices(), window_start(), 16, places(), 256, 16),
     "prefill_attention": lambda: dense(),
     "prefill_attention one": lambda: dense(1),
     "prefill_attention_with_lse": lambda: dense(),
@@ -174,10 +172,9 @@ def test_an_eager_engine_needs_no_triton_and_starts_neither_dynamo_nor_dtensor()
         import sys
         sys.modules["triton"] = None  # importing it fails
         import torch
-        from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-        from tests.helpers import tiny_model
-        config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)
-        engine = Engine(tiny_model(), None, config, DraftConfig(policy="quest", budget=64, gamma=2))
+        from gpt_fast_sd import DraftConfig, SamplingParams
+        from tests.helpers import tiny_engine
+        engine = tiny_engine(DraftConfig(policy="quest", budget=64, gamma=2))
         assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.8))[0].tokens) == 4
         print(*sorted({"torch._dynamo", "torch.distributed.tensor", "sympy"} & set(sys.modules)))
     """

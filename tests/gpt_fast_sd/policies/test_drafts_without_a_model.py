@@ -135,15 +135,6 @@ def test_a_row_without_a_match_drafts_nothing_while_its_neighbour_does() -> None
     assert lone.stats.drafted == 0 and pair.stats.drafted == 1
 
 
-def test_what_a_slot_held_before_is_not_looked_at() -> None:
-    used, fresh = drafting("lookup", gamma=4), drafting("lookup", gamma=4)
-    used.generate([random_ids(600, seed=seed, vocab_size=4) for seed in range(4)], SamplingParams(max_tokens=8))
-    prompts = [random_ids(n, seed=n, vocab_size=8) for n in (1, 5, 30, 100)]
-    got, expected = (one.generate(prompts, SamplingParams(max_tokens=12)) for one in (used, fresh))
-    assert [c.stats for c in got] == [c.stats for c in expected]
-    assert tokens_of(got) == tokens_of(expected)
-
-
 def test_an_idle_slot_may_hold_more_text_than_is_in_view() -> None:
     """The end of its text once lay outside the part of the history that was searched."""
     one = drafting("lookup", gamma=2, engine={"max_seq_len": 1200})

@@ -193,7 +193,7 @@ def test_a_draft_model_of_another_shape_shares_the_record_of_what_is_committed()
     assert tokens_of(one.generate(PROMPTS, params)) == expected and one.stats.drafted > 0
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------
+# ---- refusals, and vocabularies that differ in rows of padding -----------------------------------------------------
 
 
 def test_a_draft_model_with_just_enough_positions_is_taken_and_redrafting_takes_a_configuration() -> None:
@@ -220,9 +220,6 @@ def test_a_draft_model_with_another_tokenizer_is_refused_be_it_in_one_token(tmp_
     (tmp_path / "other" / "tokenizer.model").write_bytes(pieces.replace(b"\xe2\x96\x81the", b"\xe2\x96\x81thq", 1))
     with pytest.raises(ValueError, match=rf"\(token {first[0]} is ' the', not ' thq'\): they must share one"):
         check_same_vocabulary(own, config, tmp_path / "other")
-
-
-# ---- vocabularies that differ in rows of padding ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [180, 290])

@@ -169,7 +169,7 @@ def test_a_slot_that_is_vacated_and_filled_again_reads_what_a_new_one_reads(name
         assert torch.equal(used.reads()[:, [0, 2]], fresh.reads()[:, [0, 2]])
 
 
-# ---- quest -----------------------------------------------------------------------------------------------------------
+# ---- quest, and guided -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 16])
@@ -201,9 +201,6 @@ def test_every_layer_chooses_for_its_own_queries(group: int, n_tokens: int, monk
     for q, bounds, chosen in zip(seen, rig.view.bounds, rig.view.chosen, strict=True):
         assert chosen.equal(references.quest_pages(q, bounds, rig.view.window_start // 16, chosen.shape[-1]))
     assert any(not torch.equal(rig.view.chosen[0], other) for other in rig.view.chosen[1:])
-
-
-# ---- guided ----------------------------------------------------------------------------------------------------------
 
 
 def test_verification_notes_the_mass_of_every_layer_and_gives_the_same_logits() -> None:

@@ -31,9 +31,7 @@ def test_a_line_is_written_over_erased_and_wrapped_as_a_terminal_does() -> None:
     screen = record.Screen(columns=6)
     screen.write("abc\rX\r\n12345678\r\nlong\r\x1b[Kno\r\n\x1b[Aon\x1b[?25l")
     assert lines_of(screen) == ["Xbc", "123456", "78", "on", ""]
-
-
-def test_text_that_comes_in_pieces_is_the_same_text() -> None:
+    # text that comes in pieces is the same text
     text = "\x1b[1;32mgreen\x1b[0m\x1b(B\x1b]0;title\x07\r\n\x1b[?25lend\x1b[K\r\x1b[35mE"
     whole = record.Screen(columns=20)
     whole.write(text)

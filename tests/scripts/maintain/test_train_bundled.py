@@ -154,9 +154,7 @@ def test_logits_and_ids_are_those_of_transformers(model: Transformer, tokenizer:
     torch.testing.assert_close(whole_text_logits(model, ids), expected, rtol=1e-3, atol=1e-3)  # sums in another order
 
 
-def test_the_shipped_folder_is_small_and_its_document_is_long_and_leaves_room(
-    model: Transformer, tokenizer: Tokenizer
-) -> None:
+def test_the_shipped_folder_is_small_and_its_long_document_fits(model: Transformer, tokenizer: Tokenizer) -> None:
     assert sum(path.stat().st_size for path in BUNDLED.rglob("*") if path.is_file()) < 32 * 2**20
     n_tokens = len(tokenizer.encode(DOCUMENT))
     assert 4096 <= n_tokens <= 12288
@@ -165,14 +163,11 @@ def test_the_shipped_folder_is_small_and_its_document_is_long_and_leaves_room(
     assert DOCUMENT.endswith("by the brass bolt.\n")  # a whole text, which was written by hand
 
 
-def test_the_model_reads_prose_far_better_than_chance(model: Transformer, tokenizer: Tokenizer) -> None:
+def test_the_model_reads_prose_and_copies_random_tokens_it_has_seen(model: Transformer, tokenizer: Tokenizer) -> None:
+    """Nothing but the first copy predicts the second one: this is the far reading that drafts need."""
     ids = tokenizer.encode(DOCUMENT)[:1025]
     loss = torch.nn.functional.cross_entropy(whole_text_logits(model, ids[:-1]), torch.tensor(ids[1:]))
     assert loss < 5.0  # a uniform guess among 4,096 costs 8.3, the best unigram guess about 6.5
-
-
-def test_the_model_copies_random_tokens_it_has_seen(model: Transformer, tokenizer: Tokenizer) -> None:
-    """Nothing but the first copy predicts the second one: this is the far reading that drafts need."""
     n = 64
     words = torch.tensor(tokenizer.encode(DOCUMENT, bos=False))
     costs = []

@@ -21,8 +21,8 @@ from measuring.chips import CHIPS, Chip, Link, Ranks, chip_named, chip_of, measu
 from measuring.forecast import Kept, System, compare, default_policies, shape_of
 from measuring.replay import PROFILES
 from measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, Efficiency, Forecast, step_cost, step_seconds
-from plan import comparison, drafts_of, plan, text
-from tests.helpers import DATA
+from plan import drafts_of, plan, text
+from tests.helpers import DATA, Printed
 
 LLAMA, SMALL = preset("meta-llama/Llama-3.1-8B"), preset("meta-llama/Llama-3.2-1B")
 LLAMA_2 = preset("meta-llama/Llama-2-7b-hf")
@@ -98,10 +98,8 @@ def test_each_policy_says_what_a_draft_step_reads_of_a_short_text_what_there_is(
     assert drafting("quest", page=16) == pytest.approx(reading(1024 + 4000, 8))
     assert drafting("full") == pytest.approx(reading(64000, 8))
     assert drafting("lookup") == 0
-    for model, own in (
-        (replace(LLAMA, n_layers=16), drafting("early_exit")),
-        (SMALL, drafting("standalone", draft_model="small")),
-    ):
+    half = replace(LLAMA, n_layers=16)
+    for model, own in ((half, drafting("early_exit")), (SMALL, drafting("standalone", draft_model="small"))):
         alone = System(model=model, chip=H200).forecast(replace(STREAMING, budget=1024), 0.8, 8, 64000, 4)
         assert own == pytest.approx(alone.draft_seconds)
     assert on_h200().forecast(STREAMING, 0.8, 8, 300, 4).draft_seconds == pytest.approx(reading(300, 8))
@@ -217,7 +215,7 @@ def test_a_registered_view_is_planned_by_its_own_word(monkeypatch: pytest.Monkey
     assert one.draft_seconds == pytest.approx(reading(7, 8))
 
 
-# ---- published figures -----------------------------------------------------------------------------------------------
+# ---- published figures, and steps of Llama-3.1-8B whose drafts read 512 entries --------------------------------------
 
 
 MAGICDEC = [  # arXiv 2408.11049, tables 2 and 6: Llama-3.1-8B on eight H100, SnapKV 2049: ms of T_T, T_D and T_V
@@ -240,9 +238,6 @@ def test_nothing_that_magicdec_measured_is_faster_than_the_roofline_and_what_is_
     assert 0.75 < ours.target_seconds * 1e3 / plain < 1.25
     assert 0.75 < ours.verify_seconds * 1e3 / verify < 1.25
     assert ours.draft_seconds * 1e3 < draft  # its draft steps were mostly gaps
-
-
-# ---- steps of Llama-3.1-8B, drafts reading 512 entries ---------------------------------------------------------------
 
 
 def rounds(batch: int, context: int, gamma: int, alpha: float, e: Efficiency = IDEAL) -> Forecast:
@@ -273,17 +268,13 @@ def test_steps_and_speedups_of_an_h200_are_the_published_ones(
         assert (round(found.ratio, 2), found.gamma) == (pytest.approx(ratio, abs=0.006), gamma)
 
 
-def test_parameters_cache_and_intensity_are_the_known_ones() -> None:
-    assert roofline.linear_params(LLAMA) / 1e9 == pytest.approx(7.50, abs=0.006)
+def test_weights_of_a_byte_and_intensity_take_what_is_known() -> None:
     assert step_seconds(LLAMA, H200, 1, 1, 0, Conditions(weight_bytes=1)) == pytest.approx(WEIGHTS / 4.8e12)
-    assert roofline.linear_params(LLAMA_2) / 1e9 == pytest.approx(6.61, abs=0.006)
-    assert step_cost(LLAMA, 4, 1, 1000).kv_bytes == 4000 * LLAMA.kv_bytes_per_token(2)
     # where MagicDec's figure crosses the ridge of an A100, 153 operations per byte, with three queries per row
     for model, context, intensity in ((LLAMA_2, 395, 156), (LLAMA, 1958, 153)):
         cost = step_cost(model, 256, 3, context)
-        assert (cost.linear_flops + cost.attention_flops) / (cost.weight_bytes + cost.kv_bytes) == pytest.approx(
-            intensity, abs=1
-        )
+        found = (cost.linear_flops + cost.attention_flops) / (cost.weight_bytes + cost.kv_bytes)
+        assert found == pytest.approx(intensity, abs=1)
     assert [round(chip.peak / chip.bandwidth) for chip in (A100, H100, H200)] == [153, 295, 206]
 
 
@@ -385,7 +376,7 @@ def test_kernels_of_a_layer_are_counted_as_they_are_launched() -> None:
     } == {name: test_codegen.CACHES[name][0] for name in ("int8", "planes")}
 
 
-# ---- lengths ---------------------------------------------------------------------------------------------------------
+# ---- lengths, and memory ---------------------------------------------------------------------------------------------
 
 
 def test_break_even_is_where_the_speedup_crosses_one() -> None:
@@ -405,9 +396,6 @@ def test_the_critical_length_is_where_a_larger_batch_begins_to_gain_more() -> No
     assert at and 1250 < at <= 1500
     few, many = (on_h200().best(draft, 0.8, batch, at - 1).ratio for batch in (32, 256))
     assert many < few
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_comes_with_what_does_and_unknown_memory_holds_everything() -> None:
@@ -453,7 +441,7 @@ def test_what_the_engine_refuses_is_refused_in_its_words(asked: Callable[[], obj
         asked()
 
 
-# ---- chips -----------------------------------------------------------------------------------------------------------
+# ---- chips, and acceptance -------------------------------------------------------------------------------------------
 
 
 def test_chips_are_known_by_what_users_and_drivers_call_them() -> None:
@@ -472,9 +460,6 @@ def test_rates_that_are_none_make_no_chip_and_no_link(rate: float) -> None:
         Chip(name="x", bandwidth=rate, peak=1e12)
     with pytest.raises(ValueError, match="bandwidth of x must be positive"):
         Link(name="x", bandwidth=rate, hop=0)
-
-
-# ---- acceptance ------------------------------------------------------------------------------------------------------
 
 
 def test_acceptance_is_what_is_said_else_what_was_measured_else_what_was_published() -> None:
@@ -509,7 +494,7 @@ def test_an_acceptance_that_is_not_a_rate_is_refused(said: str) -> None:
         Kept.of([said])
 
 
-# ---- whole plans -----------------------------------------------------------------------------------------------------
+# ---- whole plans, and models that the engine does not run ------------------------------------------------------------
 
 
 def test_a_standalone_draft_is_planned_only_with_a_model() -> None:
@@ -548,7 +533,7 @@ def test_shapes_are_those_of_presets_folders_and_the_bundled_model() -> None:
         shape_of("nobody/nothing")
 
 
-def test_drafts_without_a_budget_and_over_a_draft_model_are_compared(tmp_path: Path) -> None:
+def test_drafts_without_a_budget_and_over_a_draft_model_are_compared(tmp_path: Path, capsys: Printed) -> None:
     document = json.loads((DATA / "sweep.json").read_text())
     shape = document["settings"]["transformer"]
     document["settings"] |= {"draft_model": "small", "draft_transformer": {**shape, "n_layers": 2}}
@@ -559,10 +544,9 @@ def test_drafts_without_a_budget_and_over_a_draft_model_are_compared(tmp_path: P
     points = compare(file)
     found = {one["policy"]: one for one in points}
     assert list(found) == [policy for policy, _ in names] and all(one["speedup"] > 0 for one in points)
-    assert "hierarchy/standalone 64" in comparison(points, "a sweep")
-
-
-# ---- models that the engine does not run -----------------------------------------------------------------------------
+    assert program.main(["--measured", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "measured over predicted" in out and "hierarchy/standalone 64" in out
 
 
 def test_layers_with_a_window_read_no_more_and_experts_of_other_tokens_are_read_too() -> None:
@@ -585,7 +569,7 @@ def test_layers_with_a_window_read_no_more_and_experts_of_other_tokens_are_read_
     assert best.draft_seconds == dense.best(STREAMING, 0.8, 4, 32_000).draft_seconds
 
 
-def test_the_page_of_plans_says_what_the_model_gives_for_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_plans_says_what_the_model_gives_for_others(capsys: Printed) -> None:
     page = (DATA.parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
     number = r"([\d.]+)( !)? \|"
     row = rf"^\| (\S+?)(, cache behind 50 GB/s)? \|.*?\| (\d) \| {number} {number} {number}$"

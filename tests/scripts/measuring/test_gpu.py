@@ -164,9 +164,7 @@ def test_on_cuda_others_are_torchs_backends_and_read_the_keys_of_a_head_once() -
         q, k = (torch.empty(2, n, 6 * n, 16, dtype=torch.bfloat16, device="cuda") for n in (8, 2))
         names = timings.peers(setup, q, k, k)
         assert timings.causal(q[:, :, :6], k, k)().shape == (2, 8, 6, 16)  # type: ignore[attr-defined]
-    assert {name.split(",")[0] for name in names} == {
-        "torch SDPA flash", "torch SDPA efficient", "torch SDPA cuDNN",
-    }  # fmt: skip
+    assert {name.split(",")[0] for name in names} == {"torch SDPA flash", "torch SDPA efficient", "torch SDPA cuDNN"}
 
 
 @pytest.mark.parametrize("stage", ["cell-28672-streaming", "cell-57344-guided", "cell-100000-snapkv"])
@@ -201,29 +199,17 @@ def a_bench(arm: str) -> Bench:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "what", "why"),
     [
-        (
-            lambda one: one.engine.state.active[:1].fill_(False),
-            "target at gamma 2 is not timed: of 2 rows only 1 are active",
-        ),
-        (
-            lambda one: one.engine.state.seq_len.fill_(9),
-            "target at gamma 2 is not timed: rows read 10 to 10 keys, not 321 to 321",
-        ),
-        (lambda one: one.view.kv_indices.fill_(-1), "draft at gamma 2 is not timed: rows read .* keys, not 89 to 130"),
-        (
-            lambda one: one.engine.state.remaining.zero_(),
-            r"judge at gamma 2 is not timed: tokens emitted and judged are \[\[\d, 0\]",
-        ),
-        (
-            lambda one: one.view.selected_at.copy_(one.engine.state.seq_len),
-            "select at gamma 2 is not timed: 0 of 2 rows have selected",
-        ),
+        (lambda one: one.engine.state.active[:1].fill_(False), "target", "of 2 rows only 1 are active"),
+        (lambda one: one.engine.state.seq_len.fill_(9), "target", "rows read 10 to 10 keys, not 321 to 321"),
+        (lambda one: one.view.kv_indices.fill_(-1), "draft", "rows read .* keys, not 89 to 130"),
+        (lambda one: one.engine.state.remaining.zero_(), "judge", r"tokens emitted and judged are \[\[\d, 0\]"),
+        (lambda one: one.view.selected_at.copy_(one.engine.state.seq_len), "select", "0 of 2 rows have selected"),
     ],
 )
 def test_a_call_that_does_not_do_what_it_is_timed_for_is_an_error_and_has_no_seconds(
-    wrong: Callable[[Bench], object], said: str, monkeypatch: Patch
+    wrong: Callable[[Bench], object], what: str, why: str, monkeypatch: Patch
 ) -> None:
     right = Bench.restore_state
 
@@ -232,7 +218,7 @@ def test_a_call_that_does_not_do_what_it_is_timed_for_is_an_error_and_has_no_sec
         wrong(self)
 
     monkeypatch.setattr(Bench, "restore_state", restore_state)
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=f"{what} at gamma 2 is not timed: {why}"):
         a_bench("guided").steps()
 
 

@@ -33,6 +33,10 @@ def test_results_stay_for_a_run_with_the_same_settings_and_take_each_others_plac
     assert document["results"] == [{"n": 2, "x": None}, {"n": 1, "x": 5}] and document["more"] == "said"
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
     assert ledger(file, pairs=8, fresh=True).records == []
+    nowhere = ledger(None)  # without a file nothing is written
+    nowhere.put({"n": 1}, {"n": 1})
+    nowhere.write()
+    assert nowhere.records == [{"n": 1}]
 
 
 @pytest.mark.parametrize(
@@ -67,13 +71,6 @@ def test_what_results_lack_is_said_with_the_name_of_their_file(tmp_path: Path) -
         record["speedup"]
     with pytest.raises(ValueError, match="as it is"), complete(tmp_path / "x.json"):
         raise ValueError("as it is")
-
-
-def test_without_a_file_nothing_is_written() -> None:
-    nowhere = ledger(None)
-    nowhere.put({"n": 1}, {"n": 1})
-    nowhere.write()
-    assert nowhere.records == [{"n": 1}]
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

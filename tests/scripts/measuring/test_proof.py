@@ -121,11 +121,9 @@ def test_what_refuses_no_draft_is_not_called_tested() -> None:
 
 
 def test_samples_find_drafts_judged_by_a_filtered_q_and_drawn_from_another(wide: Engine, monkeypatch: Patch) -> None:
-    def choose(
-        self: Any, logits: Tensor, pos: Tensor, kind: Kind, stream: int, *_: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def choose(self: Any, logits: Tensor, pos: Tensor, kind: Kind, by: int, *_: Any) -> tuple[Tensor, Tensor | None]:
         unfiltered = probabilities(logits, self.table, filtered=False)
-        return draw(unfiltered, uniform(self.table.seed, pos, stream)), self.probabilities(logits, kind)
+        return draw(unfiltered, uniform(self.table.seed, pos, by)), self.probabilities(logits, kind)
 
     assert isinstance(wide.policy, ModelDraft)
     monkeypatch.setattr(wide.policy._choose, "fn", choose)
@@ -287,14 +285,6 @@ def test_nothing_is_proved_by_samples_of_one_cell_and_too_many_are_refused(wide:
 # ---- whether two outputs are equal, and if not, how close the logits were --------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "at"),
-    [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0)],
-)
-def test_outputs_part_where_the_first_token_differs_or_one_ends(ours: list[int], theirs: list[int], at: int) -> None:
-    assert lossless.first_difference(ours, theirs) == at
-
-
 def test_a_difference_is_told_with_both_tokens_and_the_gap_of_their_logits() -> None:
     asked: list[list[int]] = []
 
@@ -302,21 +292,17 @@ def test_a_difference_is_told_with_both_tokens_and_the_gap_of_their_logits() -> 
         asked.append(ids)
         return torch.tensor([0.0, 1.0, 3.0, 2.5])
 
-    outputs = [(0, [7], [1, 2], [1, 2]), (4, [7, 8], [2, 2], [2, 3]), (5, [9], [1], [1, 0])]
-    assert lossless.differences(outputs, logits) == [
-        Difference(4, 1, 2, 3, 0.5, 3.0),
-        Difference(5, 1, None, 0, 3.0, 3.0),
-    ]
-    assert asked == [[7, 8, 2], [9, 1]]
-    assert [one.gap for one in lossless.differences(outputs, logits, seconds=0.0)] == [None, None]
-
-
-def test_a_near_tie_is_one_in_the_coarser_dtype() -> None:
-    one = Difference(0, 0, 1, 2, gap=0.2)
-    assert one.is_near_tie("fp32", "bf16") and not one.is_near_tie("fp32", "fp16")
-    assert not any(replace(one, gap=gap).is_near_tie("bf16") for gap in (math.inf, math.nan, None))
+    same = [(0, [7], [1, 2], [1, 2]), (1, [7], [], [])]
+    outputs = [*same, (4, [7, 8], [2, 2], [2, 3]), (5, [9], [1], [1, 0]), (6, [9], [3], [])]
+    told = (4, 1, 2, 3, 0.5, 3.0), (5, 1, None, 0, 3.0, 3.0), (6, 0, 3, None, 0.5, 3.0)
+    assert lossless.differences(outputs, logits) == [Difference(*one) for one in told]
+    assert asked == [[7, 8, 2], [9, 1], [9]]
+    assert [one.gap for one in lossless.differences(outputs, logits, seconds=0.0)] == [None] * 3
 
 
 @pytest.mark.parametrize(("best", "limit"), [(-40.0, 1.0), (0.0, 0.25), (15.9, 0.25), (16.0, 0.5), (40.0, 1.0)])
-def test_a_near_tie_grows_with_the_last_place_of_the_best_logit(best: float, limit: float) -> None:
-    assert lossless.near_tie(best, "bf16") == limit
+def test_a_near_tie_is_one_in_the_coarser_dtype_and_grows_with_the_best_logit(best: float, limit: float) -> None:
+    assert lossless.near_tie(best, "bf16") == limit  # its last place
+    one = Difference(0, 0, 1, 2, gap=0.2)
+    assert one.is_near_tie("fp32", "bf16") and not one.is_near_tie("fp32", "fp16")
+    assert not any(replace(one, gap=gap).is_near_tie("bf16") for gap in (math.inf, math.nan, None))

@@ -61,9 +61,7 @@ def test_a_replayed_verdict_keeps_what_the_table_says_row_after_row_and_wraps_ro
     assert replay.apply(result, drafted, max_accept).n_accepted.tolist() == [0, 3, 2]
     replay.rewind()
     assert replay.apply(result, drafted, max_accept).n_accepted.tolist() == [0, 3, 2]
-
-
-def test_a_replayed_verdict_stays_below_the_cap_and_plain_rounds_do_not_move_the_table() -> None:
+    # it stays below the cap, and plain rounds do not move the table
     replay = Replay(torch.tensor([[3, 3], [1, 1]]))
     result = AcceptResult(torch.tensor([0, 0]), torch.tensor([8, 9]))
     plain = replay.apply(result, torch.empty(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))

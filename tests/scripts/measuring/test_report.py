@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, SamplingParams
 from gpt_fast_sd.model import StreamDecoder
 from gpt_fast_sd.serving.requests import Request, RoundEvent, TokenEvent
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring import Recorder, Way, page
 from measuring.report import DIGITS, MOST_BYTES, MOST_REQUESTS, MOST_ROUNDS, WIDTH, digits, in_script
-from tests.helpers import ByteTokenizer, random_ids, tiny_model
+from tests.helpers import ByteTokenizer, random_ids, tiny_engine
 
 SCRIPT = re.compile(r'<script type="application/json" id="run">(.*?)</script>', re.DOTALL)
 NASTY = (
@@ -91,9 +91,8 @@ def run_of(html: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", ["streaming", "hierarchy", "off"])
 def test_a_page_holds_the_printed_texts_and_counts_that_agree_with_the_stats(policy: str) -> None:
-    config = EngineConfig(batch_size=2, max_seq_len=256, device="cpu", compile=False)
     draft = DraftConfig(policy="off") if policy == "off" else DraftConfig(policy=policy, gamma=3, budget=64)
-    one = Engine(tiny_model(), ByteTokenizer(), config, draft)
+    one = tiny_engine(draft, tokenizer=ByteTokenizer(), max_seq_len=256)
     prompts = [random_ids(n, seed=n) for n in (150, 20, 90)]
     params = [SamplingParams(max_tokens=40, temperature=0.7, seed=3, ignore_eos=True)] * 3
     recorder = Recorder(one.tokenizer, prompts, params, one.policy.proposers if one.policy else ())
@@ -213,12 +212,9 @@ def test_a_run_of_cuda_graphs_says_that_its_parts_were_not_seen() -> None:
     assert run["whole"] and "CUDA graph" in run["left_out"][0]
 
 
-def test_a_run_of_nothing_has_a_page_too() -> None:
-    run = run_of(page(Recorder(None, [], []), "nothing", ways={"plain": Way.of([EngineStats()])}))
-    assert run["requests"] == run["rounds"] == run["left_out"] == []
-
-
-def test_a_page_names_no_other_file_and_no_address() -> None:
-    html = story("abc")
+def test_a_page_of_a_run_of_nothing_too_names_no_other_file_and_no_address() -> None:
+    nothing = page(Recorder(None, [], []), "nothing", ways={"plain": Way.of([EngineStats()])})
+    assert run_of(nothing)["requests"] == run_of(nothing)["rounds"] == run_of(nothing)["left_out"] == []
+    html = nothing + story("abc")
     assert not re.search(r"(?i)https?:|//[a-z]|@import|url\(|\bsrc=|<link(?! rel=\"icon\" href=\"data:,\")", html)
-    assert "default-src 'none'" in html
+    assert html.count("default-src 'none'") == 2

@@ -79,9 +79,9 @@ def test_tokens_that_are_not_the_target_s_and_samples_that_do_not_repeat_are_fou
     assert any("gave other tokens than before" in line for line in found.wrong)
 
 
-@pytest.mark.parametrize(("rank", "again", "found_wrong"), [(1, True, False), (1, False, True), (40, True, True)])
+@pytest.mark.parametrize(("rank", "again", "is_wrong"), [(1, True, False), (1, False, True), (40, True, True)])
 def test_what_bf16_rounds_is_told_from_what_is_wrong(
-    rank: int, again: bool, found_wrong: bool, monkeypatch: Patch
+    rank: int, again: bool, is_wrong: bool, monkeypatch: Patch
 ) -> None:
     """Where no gap at all counts as a tie, fp32 tells a second best token that is near from one that is far.
 
@@ -102,19 +102,16 @@ def test_what_bf16_rounds_is_told_from_what_is_wrong(
     own = lossless.logits_after(one.model, ids)[0].clone()
     own[token if again else int(exact.argmax())] = own.max() + 1e-3
     monkeypatch.setattr(one, "logits", lambda asked, last: own[None] if asked == ids else None)
-    assert _ties(one, DraftConfig(), ids, [token], counted) == 1 and bool(counted.wrong) is found_wrong
+    assert _ties(one, DraftConfig(), ids, [token], counted) == 1 and bool(counted.wrong) is is_wrong
 
 
-def test_memory_that_grows_with_each_change_is_seen() -> None:
+def test_memory_that_grows_with_each_change_is_seen_and_what_policies_hold_is_no_growth() -> None:
     sizes = [1000 + 7 * i + random.Random(i).choice([0, 0, 0, 100]) for i in range(40)]
     rests = [Rest(float(i), "off", size, None, 1, 0) for i, size in enumerate(sizes)]
     assert Soaked(rests=rests).growth() == pytest.approx(7, abs=2)
     assert Soaked(rests=rests).growth("allocated") is None
     assert Soaked(rests=rests[:8]).growth() is None and Soaked(rests=rests[:10]).growth() is not None  # of 6, 10 pairs
-
-
-def test_policies_that_hold_more_than_others_are_no_growth() -> None:
-    held = [40, 44, 48, 900]
+    held = [40, 44, 48, 900]  # of policies, of which one holds more than others
     order = [random.Random(i).randrange(4) for i in range(40)]
     rests = [Rest(float(i), f"draft {one}", held[one] * 2**20, None, 1, 0) for i, one in enumerate(order)]
     assert Soaked(rests=rests).growth() == 0

@@ -14,9 +14,8 @@ from tests.helpers import DATA
 
 
 def test_a_row_stands_under_its_headings_and_in_markdown() -> None:
-    table = Table(
-        Column("name", lambda r: str(r["name"]), 8, left=True), Column("speed", lambda r: shown(r["speed"], ",.1f"))
-    )
+    name, speed = (lambda r: str(r["name"])), (lambda r: shown(r["speed"], ",.1f"))
+    table = Table(Column("name", name, 8, left=True), Column("speed", speed))
     rows = [{"name": "a|b", "speed": 12345.67}, {"name": "c", "speed": None}]
     assert table.lines(rows) == ["name      speed", "a|b       12,345.7", "c             -"]
     assert table.line({"name": "much too long", "speed": 1}) == "much too long    1.0"

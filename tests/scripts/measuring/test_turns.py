@@ -7,21 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, SamplingParams
 from gpt_fast_sd.serving.stats import EngineStats
 from gpt_fast_sd.tp import Parallel
 from measuring import turns as timing
 from measuring.points import crossing, lengths_of, lines_of
 from measuring.turns import Mark, Run, Turns, alpha_of, distinct_4grams, median_interval, steady_speed, take_turns
-from tests.helpers import ByteTokenizer, Patch, ahead, random_ids, tiny_engine, tiny_model
+from tests.helpers import ByteTokenizer, Patch, ahead, random_ids, tiny_engine
 
 
 def test_pairs_alternate_who_goes_first_after_a_short_untimed_run_of_each(monkeypatch: Patch) -> None:
     draft, said, streams = DraftConfig(policy="streaming", budget=16, gamma=2), list[str](), list[tuple[bool, int]]()
     engine = tiny_engine(draft, tokenizer=ByteTokenizer(), batch_size=1, max_seq_len=64)
-    ahead(
-        monkeypatch, engine, "stream", lambda _, params, *, speculate: streams.append((speculate, params[0].max_tokens))
-    )
+    ahead(monkeypatch, engine, "stream", lambda _, p, *, speculate: streams.append((speculate, p[0].max_tokens)))
     turns = take_turns(engine, [random_ids(40)], [SamplingParams(max_tokens=20)], 3, progress=said.append)
     order = "".join("PS"[speculate] for speculate, _ in streams)
     assert order == "SP" + "PS" + "SP" + "PS" and [n for _, n in streams] == [16, 16, *[20] * 6]
@@ -62,13 +60,11 @@ def seconds(decode: float) -> Run:
     return Run(EngineStats(decode_seconds=decode, verify_seconds=decode, decode_tokens=10, rounds=10), None, [])
 
 
-def test_a_run_that_the_machine_stopped_does_not_move_the_medians() -> None:
+def test_a_run_that_the_machine_stopped_does_not_move_the_medians_of_rounds_and_their_parts() -> None:
     turns = Turns([seconds(1.0), seconds(1.0), seconds(60.0)], [seconds(0.5), seconds(0.5), seconds(0.5)])
     assert sorted(turns.ratios()) == [2.0, 2.0, 120.0] and turns.ratios("steady") == []
     assert timing.round_ms(turns.plain) == {"round": 100.0, "draft": 0.0, "verify": 100.0, "host": 0.0}
-
-
-def test_a_round_that_is_one_graph_is_not_told_by_part() -> None:
+    # and a round that is one graph is not told by part
     graph = Run(EngineStats(decode_seconds=1.0, decode_tokens=10, rounds=10), None, [])
     assert timing.round_ms([graph]) == {"round": 100.0, "draft": None, "verify": None, "host": None}
     assert Turns([graph], [graph]).by_steps is None
@@ -77,24 +73,22 @@ def test_a_round_that_is_one_graph_is_not_told_by_part() -> None:
 def test_stats_of_several_runs_add_up_position_by_position() -> None:
     one = EngineStats(rounds=2, compile_seconds=3.0, drafted_by_position=[2, 1], rounds_by_gamma={2: 2})
     other = EngineStats(rounds=1, compile_seconds=3.0, drafted_by_position=[1, 1, 1], rounds_by_gamma={0: 1, 2: 1})
-    assert one + other == EngineStats(
-        rounds=3, compile_seconds=3.0, drafted_by_position=[3, 2, 1], rounds_by_gamma={0: 1, 2: 3}
-    )
+    both = EngineStats(rounds=3, compile_seconds=3.0, drafted_by_position=[3, 2, 1], rounds_by_gamma={0: 1, 2: 3})
+    assert one + other == both
     assert one.drafted_by_position == [2, 1]  # neither is changed
     shares = EngineStats(drafted_by_position=[4, 2, 0], accepted_by_position=[3, 1, 0])
     assert shares.acceptance_by_position == [0.75, 0.5, 0.0]
 
 
 def test_outputs_that_part_are_told_by_row_and_first_position() -> None:
-    plain, one, two = (
-        Run(EngineStats(), None, rows) for rows in ([[1, 2, 3]] * 2, [[1, 2, 4]] * 2, [[1, 9, 3], [1, 2, 3]])
-    )
+    outputs = [[1, 2, 3]] * 2, [[1, 2, 4]] * 2, [[1, 9, 3], [1, 2, 3]]
+    plain, one, two = (Run(EngineStats(), None, rows) for rows in outputs)
     found = Turns([plain, plain], [one, two]).first_differences
     assert found == [{"row": 0, "position": 1}, {"row": 1, "position": 2}]
 
 
 def test_what_is_timed_is_what_the_engine_streams() -> None:
-    engine = Engine(tiny_model(), ByteTokenizer(), EngineConfig(batch_size=2, max_seq_len=64, compile=False))
+    engine = tiny_engine(max_seq_len=64)
     prompts, params = [random_ids(9), random_ids(5, seed=1)], [SamplingParams(max_tokens=12, ignore_eos=True)] * 2
     finished: list[int] = []
     done = timing.run(engine, prompts, params, finished=finished.append)
@@ -105,9 +99,7 @@ def test_what_is_timed_is_what_the_engine_streams() -> None:
 
 def stream_of(rounds: list[list[tuple[int, int, bool]]]) -> list[Mark]:
     """Marks of rounds a second apart, each a list of (row, tokens, is_last), its events a millisecond apart."""
-    return [
-        Mark(10.0 + i + 1e-3 * j, *event) for i, events in enumerate(rounds) for j, event in enumerate(events)
-    ]  # fmt: skip
+    return [Mark(10.0 + i + 1e-3 * j, *event) for i, events in enumerate(rounds) for j, event in enumerate(events)]
 
 
 def test_steady_speed_leaves_out_the_first_round_and_whatever_comes_when_a_row_ends() -> None:
@@ -137,12 +129,6 @@ def test_the_interval_of_a_median_is_made_of_its_values() -> None:
     assert median_interval(list(range(100))) == [39, 60]  # coverage 0.965, as tables of order statistics have it
 
 
-def test_alpha_counts_a_draft_only_where_those_before_it_were_kept() -> None:
-    stats = EngineStats(drafted_by_position=[10, 10, 9], accepted_by_position=[8, 4, 3])
-    assert alpha_of(stats) == pytest.approx(15 / (10 + 8 + 4))
-    assert alpha_of(EngineStats()) == 0.0
-
-
 def test_the_prediction_meets_the_measurement_where_nothing_is_lost() -> None:
     """Independent drafts, all rows live to the end, no time on the host: then the formula is the measurement."""
     plain = EngineStats(
@@ -154,10 +140,9 @@ def test_the_prediction_meets_the_measurement_where_nothing_is_lost() -> None:
         drafted_by_position=[4000, 4000], accepted_by_position=[2000, 1000], rounds_by_gamma={2: 1000}, kv_bytes=7000,
     )  # fmt: skip
     turns = Turns([Run(plain, None, [])], [Run(speculative, None, [])])
-    assert (
-        alpha_of(speculative) == 0.5
-        and timing.tokens_by_alpha(speculative, 0.5) == speculative.tokens_per_round == 1.75
-    )
+    # a draft counts only where those before it were kept
+    assert alpha_of(speculative) == 3000 / (4000 + 2000) and alpha_of(EngineStats()) == 0.0
+    assert timing.tokens_by_alpha(speculative, 0.5) == speculative.tokens_per_round == 1.75
     assert turns.ratios() == [pytest.approx(1.25)] and turns.by_steps == pytest.approx(1.25)
 
 

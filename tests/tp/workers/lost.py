@@ -12,18 +12,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from common import refuse
-from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.tp import start
-from tests.helpers import tiny_model
+from tests.helpers import tiny_engine, tiny_model
 
 
 def lose(how: str, timeout: float) -> None:
     """Decode, and lose rank 1 after a few tokens."""
     parallel = start(2, "cpu", timeout=timeout)
     with parallel.guard():
-        model = parallel.group.shard(tiny_model())
-        config = EngineConfig(batch_size=1, max_seq_len=600, device="cpu", compile=False)
-        engine = Engine(model, None, config, parallel=parallel)
+        engine = tiny_engine(model=parallel.group.shard(tiny_model()), parallel=parallel, max_seq_len=600)
         for n, _ in enumerate(engine.stream([[1, 2, 3]], SamplingParams(max_tokens=500, ignore_eos=True))):
             if n == 5 and parallel.rank == 1:
                 if how == "die":
