@@ -18,11 +18,13 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from gpt_fast_sd.tp import Parallel
 
 from ..config import SamplingParams
 from .lifecycle import BUSY
+from .processing import processed
 from .requests import Completion, Intake, Prompt, TokenEvent
 from .scheduling import Schedule
 from .stats import CompletionStats
@@ -59,6 +61,10 @@ class Submission:
         self.prompt, self.params = prompt, params
         self._service, self._engine = service, engine  # which lives as long as someone waits for it
         self._completion: Completion | None = None  # once it was iterated over
+        self.failure: Exception | None = None  # of its processor, which ends it alone
+        self._processor = params.processor
+        if params.processor:
+            self.params = replace(params, processor=self._processed)
         self._events = queue.SimpleQueue[TokenEvent | BaseException]()
         self._wake: Callable[[], object] | None = None  # of an event loop that waits for an event
 
@@ -98,6 +104,17 @@ class Submission:
         """End it before the next round with finish_reason "cancelled", if it has not ended; it frees its slot."""
         self._service.cancel(self)
 
+    def _processed(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """What the processor makes of logits; where it fails the request ends with its error, and no other."""
+        assert self._processor
+        try:
+            if not self.failure:
+                return processed(self._processor, ids, logits.clone())[None]
+        except Exception as error:
+            self.failure = error
+            self.cancel()
+        return logits
+
     def _told(self, event: TokenEvent | BaseException) -> TokenEvent:
         """An event, the last of which is kept; an error is raised, each time it is asked."""
         if isinstance(event, BaseException):
@@ -126,7 +143,7 @@ class Service:
         self._n = 0  # submissions so far
         self._thread: threading.Thread | None = None
         self._ending = False  # the program or the engine ends
-        self._last: tuple[Submission, TokenEvent] | None = None  # held back until the stream has ended
+        self._last: tuple[Submission, TokenEvent | Exception] | None = None  # held back until the stream has ended
 
     def submit(self, prompt: Prompt, params: SamplingParams | None) -> Submission:
         """See Engine.submit."""
@@ -214,7 +231,11 @@ class Service:
             one = self._at_work.pop(event.index) if event.completion else self._at_work[event.index]
             is_last = not (self._at_work or self._inbox)
         completion = replace(event.completion, index=one.index) if event.completion else None
-        told = replace(event, index=one.index, completion=completion)
+        told: TokenEvent | Exception = replace(event, index=one.index, completion=completion)
+        if one.failure:  # what was emitted since is not what was asked for
+            if not completion:
+                return
+            told = one.failure
         if is_last:  # whoever has it may call the engine: its stream has ended by then
             self._last = one, told
         else:
