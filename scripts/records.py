@@ -147,7 +147,7 @@ def logprobs_of(
         return {"content": [one | {"top_logprobs": top} for one, top in each]} if each else None
     return {
         "tokens": [one["token"] for one, _ in each], "token_logprobs": [one["logprob"] for one, _ in each],
-        "top_logprobs": [{other["token"]: other["logprob"] for other in reversed(top)} for _, top in each],
+        "top_logprobs": [{other["token"]: other["logprob"] for other in [*reversed(top), one]} for one, top in each],
     }  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Serve a model as OpenAI's API does: completions and chats, streamed or whole, all decoded together.
 
     python scripts/serve.py --model smollm2
-    python scripts/serve.py --model Qwen/Qwen2.5-7B-Instruct --batch-size 16 --draft guided --budget 512
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The harbour was", "stream": true}'
 
 POST /v1/completions takes a prompt (a text, a list of token ids, or a list of several) and /v1/chat/completions
@@ -47,7 +46,6 @@ with contextlib.suppress(ImportError):  # prepare says so
 
 PROGRAM = "serve.py"
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
-FLUSH = 10  # seconds after which an answer that its client does not read is dropped at the end
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "max_drafts"}
 READ = {*SAMPLING, "max_tokens", "model", "logprobs", "prompt"}
 READ_OF_CHATS = READ - {"prompt", "logprobs"} | {"messages", "max_completion_tokens", "top_logprobs"}
@@ -108,11 +106,14 @@ class Asked:
         self.max_tokens = record.get("max_completion_tokens", record.get("max_tokens"))
         given = {"temperature": 1.0} | {name: record[name] for name in SAMPLING if name in record}
         wanted = None if record.get("logprobs") is False else record.get("logprobs")
-        given["logprobs"] = record.get("top_logprobs", 0 if wanted else None) if chat else wanted
+        if chat and record.get("top_logprobs") and not wanted:
+            raise Refused("top_logprobs needs logprobs true", "top_logprobs")
+        given["logprobs"] = wanted if not (chat and wanted) else record.get("top_logprobs", 0)
         try:
             self.params = SamplingParams(max_tokens=1 if self.max_tokens is None else self.max_tokens, **given)
         except ValueError as error:
-            raise Refused(str(error), str(error).split()[0]) from None
+            said = str(error).replace("logprobs", "top_logprobs") if chat else str(error)
+            raise Refused(said, said.split()[0]) from None
         several = isinstance(record[prompt], list) and any(isinstance(one, str | list) for one in record[prompt])
         self.prompts = record[prompt] if several and not chat else [record[prompt]]  # of a chat one list of messages
         self.tokenizer, self.chat, self.stream = tokenizer, chat, record.get("stream", False)
@@ -126,8 +127,7 @@ class Asked:
         text = one.text if one else ""
         logprobs = logprobs_of(self.tokenizer, one.tokens, one.logprobs, chat=self.chat) if one else None
         piece = {"delta": {"content": text}} if self.stream else {"message": {"role": "assistant", "content": text}}
-        said = piece if self.chat else {"text": text}
-        return {"index": i, **said, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": i, **(piece if self.chat else {"text": text}), "logprobs": logprobs, "finish_reason": reason}
 
 
 def usage_of(prompts: list[list[int]], completions: list[Completion]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Server:
         handlers: dict[Any, Any] = dict.fromkeys((Refused, 404, 405, ClientDisconnect, Exception), refused)
         self.uvicorn = uvicorn.Server(uvicorn.Config(
             Starlette(routes=[*post, *get], exception_handlers=handlers), lifespan="off", ws="none",
-            log_level="warning", access_log=False, timeout_graceful_shutdown=FLUSH,
+            log_level="warning", access_log=False, timeout_graceful_shutdown=10,  # seconds for unread answers
         ))  # fmt: skip
 
     async def serve(self, listening: socket.socket) -> int:

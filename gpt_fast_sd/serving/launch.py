@@ -155,7 +155,7 @@ class Rounds(Round):
         drafter = self.policy.now if self.policy and plan.gamma else None
         who = drafter.proposers if drafter else ()
         round_ = InFlightRound(plan, list(live), planned, self.arm, who, self.state.pending)
-        self._live = live if any(request.params.processor for _, request in live) else ()
+        self._live = live if any(request.params.processor is not None for _, request in live) else ()
         if not self.capture:
 
             def timestamp() -> None:
@@ -305,10 +305,11 @@ class Rounds(Round):
         in_view = doubling(plan.n_keys + gamma, self.target.cache.capacity)
         any_rows = plan.to_capture(in_view - gamma)
         # The graph of a wider kind gives the same tokens, slower: a greedy row is one-hot, filters that are off keep
-        # all. It serves where another one would cost all that are held.
+        # all, what nobody asked for is not read. It serves where another one would cost all that are held.
         kinds = (kind, Kind(True, kind.filtered), Kind(True, True))
         arm, steps = self.arm if gamma else 0, steps_of(self.draft, gamma)
-        keys = [(gamma, in_view, one, named, self.width, self.replay, arm) for one in kinds]
+        names = (named, 0, MOST_LOGPROBS) if named is None else (named, MOST_LOGPROBS)
+        keys = [(gamma, in_view, one, n, self.width, self.replay, arm) for one in kinds for n in names]
         is_full = self._steps_held + steps > self.most_steps
         key = next((key for key in keys if is_full and key in self._captured), keys[0])
         return self._graph(key, steps, lambda: self.device_round(any_rows))

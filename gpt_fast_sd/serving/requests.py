@@ -107,6 +107,7 @@ class Request:
     rounds: int = 0
     drafted: list[int] = field(default_factory=list)  # by position in the round
     accepted: list[int] = field(default_factory=list)
+    failed: tuple[int, Exception] | None = None  # at which place of the round its processor failed, and how
     _held: str = ""  # certain text that may be the beginning of a stop string
 
     @property
@@ -154,6 +155,10 @@ class Request:
             completion=self.completion() if self.finish_reason else None,
         )  # fmt: skip
 
+    def ends_at(self, token: int) -> bool:
+        """Whether this token ends the text."""
+        return token in (self.params.stop_token_ids or ()) or (token in self.eos_ids and not self.params.ignore_eos)
+
     def cancel(self) -> TokenEvent:
         """End it with the tokens it has."""
         self.finish_reason = "cancelled"
@@ -167,7 +172,7 @@ class Request:
     def _take(self, token: int) -> str:
         """Append one token; return the text that became certain."""
         self.tokens.append(token)
-        ended = token in (self.params.stop_token_ids or ()) or (token in self.eos_ids and not self.params.ignore_eos)
+        ended = self.ends_at(token)
         piece = self.decoder.push([token]) if self.decoder and not ended else ""
         if ended:
             self.finish_reason = "stop"
@@ -275,7 +280,7 @@ class Intake:
         ids = self.encoded(prompt, name)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError(f"{name} has stop strings, but this model has no tokenizer to find them with")
-        if params.processor and not self.is_alone:
+        if params.processor is not None and not self.is_alone:
             raise ValueError(f"{name} has a processor, which changes whole logits: ranks that hold a model have parts")
         self.checked([0, *(params.stop_token_ids or ())], f"{name}'s stop_token_ids")
         total = len(ids) + params.max_tokens

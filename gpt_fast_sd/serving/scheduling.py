@@ -214,6 +214,8 @@ class Schedule:
         """Start a round: draft, verify, judge, commit. False if the rounds in flight must be collected first."""
         started, captured = time.perf_counter(), self.rounds.capture_seconds
         live = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
+        if self.in_flight and any(request.params.processor is not None for _, request in live):
+            return False  # it is asked about texts as they are
         policy = self.policy if speculate and any(request.may_keep for _, request in live) else None
         plan = RoundPlan.of(
             {slot: request.length for slot, request in live}, [request.params for _, request in live],
@@ -286,6 +288,8 @@ class Schedule:
             sources = [*(round_.proposers[i] for i in whose[:accepted]), "target"]
             logprobs = found_of(read[slot][2 * gamma + 5 :], gamma + 1, request.params.logprobs)
             events.append(request.commit(tokens[:emitted], sources, judged, accepted, refused, logprobs))
+            if request.failed and len(events[-1].tokens) > request.failed[0]:
+                raise request.failed[1]
             if request.finish_reason:
                 self.release(slot)
         self.agreement.note(f"tokens of round {self.n_rounds}", [(e.index, e.tokens, e.accepted) for e in events])

@@ -1,7 +1,10 @@
 """Log-probabilities beside tokens are those of the text alone, and processors change what is emitted, never wrongly."""
 
+import gc
 import itertools
 import math
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,16 @@ from gpt_fast_sd.serving.logprobs import beside, found_of
 from gpt_fast_sd.serving.requests import Intake
 from tests.drafts import draft_of
 from tests.gpt_fast_sd.policies.drafting import drafting, nearly
-from tests.gpt_fast_sd.test_rounds import PROMPTS, captured, engine
+from tests.gpt_fast_sd.test_rounds import EOS_IDS, PROMPTS, captured, engine
 from tests.gpuless.recorder import capture
 from tests.helpers import (
+    ByteTokenizer,
     chi_square,
     few,
     random_ids,
     random_transformers_model,
     tiny_config,
+    tiny_engine,
     tiny_model,
     whole_text_logits,
 )  # fmt: skip
@@ -129,6 +134,8 @@ def test_samples_follow_what_a_processor_says_whatever_is_drafted() -> None:
         (lambda ids, logits: logits - math.inf, ValueError, "forbids every token"),
         (lambda ids, logits: None, ValueError, r"floating-point logits \[1, 258\], got None"),
         (lambda ids, logits: logits[0], ValueError, r"got torch.float32 \[258\]"),
+        (lambda ids, logits: logits.double() + 1e300 * logits.abs(), ValueError, "returned NaN or infinity"),
+        (lambda ids, logits: logits.unsqueeze_(0), ValueError, r"got torch.float32 \[1, 1, 258\]"),
         (lambda ids, logits: logits.argmax(-1, True).expand(1, 258), ValueError, r"got torch.int64"),
         (lambda ids, logits: 1 / 0, ZeroDivisionError, "division"),
     ],
@@ -154,6 +161,74 @@ def test_a_processor_that_fails_ends_its_request_and_of_those_submitted_no_other
     assert 0 < sum(len(event.tokens) for event in told) <= 10 and all(event.completion is None for event in told)
     assert good.result().tokens == expected.tokens
     assert one.generate(PROMPTS[:1], long)[0].tokens == expected.tokens  # all slots are free
+
+
+class OnlySeven:
+    def __len__(self) -> int:
+        return 0
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        with torch.enable_grad():  # as under transformers' no_grad
+            (slope,) = torch.autograd.grad(logits.requires_grad_().square().sum(), logits)
+        return torch.where(torch.arange(258) == 7, slope, -math.inf)
+
+
+def test_a_processor_is_asked_about_no_text_that_has_ended_and_may_be_false_as_a_value() -> None:
+    last = list[int]()
+
+    def grammar(ids: Tensor, logits: Tensor) -> Tensor:
+        text = ids[0, len(PROMPTS[1]) :].tolist()
+        if len(text) >= 40 or {*EOS_IDS, *last} & {*text}:
+            raise RuntimeError("there is no such text")
+        return logits
+
+    for make, draft in itertools.product((engine, captured), ("off", "full")):
+        one = make(draft)
+        for ends in ([], one.generate([PROMPTS[1]], SamplingParams(max_tokens=40))[0].tokens[3:4]):
+            last[:], params = ends, SamplingParams(max_tokens=40, stop_token_ids=ends)
+            expected = [one.generate([PROMPTS[1]], params)[0].tokens]
+            params = SamplingParams(**vars(params) | {"processor": grammar})
+            assert [c.tokens for c in one.generate([PROMPTS[1]], params)] == expected
+            assert [one.submit(PROMPTS[1], params).result().tokens] == expected
+        assert one.generate([[5]], SamplingParams(max_tokens=3, processor=OnlySeven()))[0].tokens == [7, 7, 7]
+
+
+def test_an_error_at_a_place_that_no_text_reaches_is_nobodys() -> None:
+    """Drafts are the target's own, and a stop string cuts the round before the place at which the processor fails."""
+    one = tiny_engine(draft_of("full", 8), model=tiny_model(), tokenizer=ByteTokenizer())
+    text = "".join(one.generate(["It was"], SamplingParams(max_tokens=30, ignore_eos=True))[0].text.split("\ufffd"))
+    stop, said = text[3], list[str]()
+
+    def processor(ids: Tensor, logits: Tensor) -> Tensor:
+        if stop in ByteTokenizer().decode(ids[0, 7:].tolist()):
+            said.append("asked")
+            raise RuntimeError("behind the stop string")
+        return logits
+
+    params = SamplingParams(max_tokens=30, ignore_eos=True, stop=stop, processor=processor)
+    ends = one.generate(["It was"], params)[0].finish_reason, one.submit("It was", params).result().finish_reason
+    assert ends == ("stop", "stop")
+    assert said
+
+
+def test_an_exit_is_of_one_submission_and_none_keeps_its_engine() -> None:
+    def leaves(ids: Tensor, logits: Tensor) -> Tensor:
+        sys.exit("no more")
+
+    one = engine("streaming")
+    wrong, good = one.submit([5], SamplingParams(processor=leaves)), one.submit([6], SamplingParams(max_tokens=9))
+    with pytest.raises(SystemExit, match="no more"):
+        wrong.result()
+    assert len(good.result().tokens) == 9
+    gc.disable()
+    try:
+        kept = one.submit([6], SamplingParams(max_tokens=2, processor=lambda ids, logits: logits))
+        held = weakref.ref(kept.result() and kept)
+        one.submit([7], SamplingParams(max_tokens=2)).result()  # what ran before is let go of
+        del kept
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_asked_for_is_refused() -> None:

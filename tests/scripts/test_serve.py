@@ -122,6 +122,9 @@ def test_logprobs_are_those_of_the_engine(served: Running) -> None:
     assert whole.text == "".join(whole.logprobs.tokens) and len(whole.logprobs.tokens) == 24
     assert whole.logprobs.token_logprobs == [one.logprob for one in expected.logprobs]
     assert [max(top.values()) for top in whole.logprobs.top_logprobs] == whole.logprobs.token_logprobs
+    hot = served.ask(model="m", prompt="It was", temperature=1.5, seed=3, logprobs=0).choices[0].logprobs
+    each = [{token: p} for token, p in zip(hot.tokens, hot.token_logprobs, strict=True)]
+    assert hot.top_logprobs == each  # that of the token itself is always there
     pieces = [piece.choices[0] for piece in served.ask(**GREEDY, prompt="It was", logprobs=2, stream=True)]
     told = [p for one in pieces if one.logprobs for p in one.logprobs.token_logprobs]
     assert told == whole.logprobs.token_logprobs
@@ -180,7 +183,8 @@ OTHERS: list[tuple[str, Any, str]] = [  # what is changed, and what is said of i
     ("completions", {"prompt": [5] * 1024}, "1,024 tokens of prompt and max_tokens 1 are over the 1,024 of a slot"),
     ("completions", {"prompt": ["a"] * 300}, "300 prompts are more than the 202"), ("models", {}, "Method Not Allowed"),
     ("chat/completions", {"max_completion_tokens": 9, "max_tokens": 9}, "mean the same"), ("x", {}, "Not Found"),
-    ("chat/completions", {"logprobs": 3}, "logprobs must be"), ("chat/completions", {"top_logprobs": "a"}, "a whole"),
+    ("chat/completions", {"logprobs": 3}, "logprobs must be"), ("chat/completions", {"top_logprobs": 2}, "needs log"),
+    ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be a whole number from 0 to 20"),
     ("chat/completions", {"messages": []}, "messages must be a list"), ("chat/completions", b"{", "not JSON"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads text alone"),
 ]  # fmt: skip
