@@ -16,6 +16,7 @@ QUANTIZED_CACHES = ("int8",)
 KV_DTYPES = ("fp32", "bf16", "fp16", *QUANTIZED_CACHES)
 QUANTIZATIONS = ("int8", "int4", "float8")
 MAX_GAMMA = 16
+MOST_LOGPROBS = 20  # likeliest tokens that are named, as by OpenAI's API
 MOST = 2**31 - 1  # of what is counted: sums and products of two of them fit into 64 bits
 PAGES = (16, 32, 64, 128)  # whole vectors of scores, and whole pages in a split of the cache
 
@@ -115,6 +116,8 @@ class SamplingParams:
     top_k, top_p and min_p filter in that order, after the temperature. A seed fixes the row's output, whatever shares
     its batch, for one draft policy and one gamma (gamma="auto" depends on measured times, so there only the output of
     greedy rows is fixed); None draws a fresh seed.
+    processor: what changes logits [1, V] after ids [1, n], before the temperature, as transformers' do:
+    processor(ids, logits) -> logits, a function of these alone, as it is asked at places that no text reaches, too.
     """
 
     max_tokens: int = flag_field(128, "tokens to add to each prompt", flag="max_new_tokens")
@@ -133,6 +136,10 @@ class SamplingParams:
         None, "drafts that a row may keep in a round; 0: it decodes plainly beside others", unset="all", metavar="N"
     )
     stop_token_ids: Sequence[int] | None = flag_field(None, "also end at it; repeatable", flag="stop_token_id")
+    logprobs: int | None = flag_field(
+        None, "of each token the log-probability, and the N likeliest in its place", unset="none", metavar="N"
+    )
+    processor: Callable[[Any, Any], Any] | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():  # of which a number may be numpy's or torch's
@@ -155,6 +162,10 @@ class SamplingParams:
             raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed!r}")
         if self.max_drafts is not None and not (type(self.max_drafts) is int and self.max_drafts >= 0):
             raise ValueError(f"max_drafts must be a whole number of at least 0, got {self.max_drafts!r:.80}")
+        if self.logprobs is not None and not (type(self.logprobs) is int and 0 <= self.logprobs <= MOST_LOGPROBS):
+            raise ValueError(f"logprobs must be a whole number from 0 to {MOST_LOGPROBS}, got {self.logprobs!r:.80}")
+        if self.processor is not None and not callable(self.processor):
+            raise ValueError(f"processor must be a callable of ids and logits, got {self.processor!r:.80}")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r:.80}")
         stops, ids = self.stop_strings, self.stop_token_ids

@@ -50,15 +50,9 @@ class Drafter(Protocol):
 
 
 def draft_step(
-    model: Transformer,
-    tokens: Tensor,
-    pos: Tensor,
-    layers: list[CacheLayer],
-    n_splits_carrier: Tensor,
-    make: Callable[..., KV],
-    args: tuple[Any, ...],
-    bodies: Bodies = CORE,
-) -> Tensor:
+    model: Transformer, tokens: Tensor, pos: Tensor, layers: list[CacheLayer], n_splits_carrier: Tensor,
+    make: Callable[..., KV], args: tuple[Any, ...], bodies: Bodies = CORE,
+) -> Tensor:  # fmt: skip
     """Feed tokens [B, T] at pos [B, T] through a view -> fp32 logits [B, V] after the last of them."""
     kv = make(layers, n_splits_carrier, *args, bodies=bodies)
     last = bodies.hidden(model, tokens, pos, kv)[:, -1]  # [B, D]

@@ -81,7 +81,7 @@ class Engine:
             self._plan.check(free_memory(self.device))
         self.target = target_of(model, cfg, group, self._plan.system.format)
         self.cache, self.compiled = self.target.cache, self.target.backend.compiles
-        self._intake = Intake(model.config, tokenizer, cfg.max_seq_len)
+        self._intake = Intake(model.config, tokenizer, cfg.max_seq_len, is_alone=group.size == 1)
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
         self.state = BatchState.idle(
             self.cache.seq_len, self.cache.capacity + SPLIT, model.config.vocab_size, self._intake.eos_ids,

@@ -133,14 +133,9 @@ def accept_step(state: BatchState, kind: Kind, logits: Tensor, draft: Draft, rep
 
 
 def decode_step(
-    model: Transformer,
-    tokens: Tensor,
-    pos: Tensor,
-    layers: list[CacheLayer],
-    n_splits_carrier: Tensor,
-    page: int,
+    model: Transformer, tokens: Tensor, pos: Tensor, layers: list[CacheLayer], n_splits_carrier: Tensor, page: int,
     bodies: Bodies = CORE,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Store, attend to everything and judge: tokens, pos [B, T] -> fp32 logits [B, T, V] after each of them.
 
     n_splits_carrier [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in

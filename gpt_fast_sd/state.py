@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .acceptance import AcceptResult
 from .bodies import CORE, Bodies
-from .config import MAX_GAMMA, SamplingParams
+from .config import MAX_GAMMA, MOST_LOGPROBS, SamplingParams
 from .sampling import GREEDY, WHOLE, Kind, SamplingTable, Vocabulary
 
 
@@ -33,6 +33,7 @@ class RoundPlan:
     follows_a_draft: bool = True  # the round before drafted, so no row has grown by more than one round since
     drafted_at: Mapping[int, int] = field(default_factory=dict)  # lengths at the last draft, or when a slot was filled
     captured: bool = False  # the round will be replayed for other rows
+    logprobs: int | None = None  # likeliest tokens to name beside each emitted one; None: of none a log-probability
 
     @classmethod
     def of(
@@ -40,9 +41,11 @@ class RoundPlan:
         number: int = 0, follows_a_draft: bool = True, drafted_at: Mapping[int, int] | None = None,
     ) -> RoundPlan:  # fmt: skip
         """The plan for live rows of these lengths and parameters. drafted_at: None if none has grown since."""
+        wanted = [one.logprobs for one in params if one.logprobs is not None]
         return cls(
             gamma=gamma, n_keys=max(lengths.values()) + 1 + ahead, kind=Kind.of(params), lengths=lengths, ahead=ahead,
             number=number, follows_a_draft=follows_a_draft, drafted_at=lengths if drafted_at is None else drafted_at,
+            logprobs=MOST_LOGPROBS if any(wanted) else 0 if wanted else None,
         )  # fmt: skip
 
     def with_gamma(self, gamma: int) -> RoundPlan:
@@ -59,7 +62,7 @@ class RoundPlan:
 
     def to_capture(self, n_keys: int) -> RoundPlan:
         """A plan for any rows of up to n_keys keys, about which nothing more is known."""
-        return RoundPlan(gamma=self.gamma, n_keys=n_keys, kind=self.kind, captured=True)
+        return RoundPlan(gamma=self.gamma, n_keys=n_keys, kind=self.kind, captured=True, logprobs=self.logprobs)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -142,16 +145,9 @@ class BatchState:
         return token, q
 
     def accept(
-        self,
-        logits: Tensor,
-        kind: Kind,
-        drafted: Tensor,
-        q: Tensor | None,
-        max_accept: Tensor,
-        *,
-        accept: int,
+        self, logits: Tensor, kind: Kind, drafted: Tensor, q: Tensor | None, max_accept: Tensor, *, accept: int,
         own: int,
-    ) -> tuple[AcceptResult, Tensor | None]:
+    ) -> tuple[AcceptResult, Tensor | None]:  # fmt: skip
         """Which drafted [B, T - 1] ~ q [B, T - 1, V] stay, at most max_accept [B]. logits [B, T, V] from seq_len on.
 
         q None: deterministic drafts. accept and own are the streams that decide on drafts and draw the next token.

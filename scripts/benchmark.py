@@ -263,7 +263,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         max_tokens={"type": positive, "default": None, "unset": defaults("max_new_tokens")},
         temperature={"metavar": "T,T", "type": temperatures, "default": [0.0]},
         seed={"unset": defaults("seed"), "help": "of sampling (row i: S + i), of --synthetic and of --lossless"},
-        stop=None, ignore_eos=None, stop_token_ids=None,
+        stop=None, ignore_eos=None, stop_token_ids=None, logprobs=None,
     )  # fmt: skip
     add_engine_flags(
         parser, batch_size=several("batch", sizes, "B,B") | {"flag": "--batch", "help": "rows decoded together"},

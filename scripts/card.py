@@ -36,7 +36,7 @@ def card(engine: Engine, prompts: Sequence[Sequence[int]], stats: EngineStats, c
     if engine.policy:
         by_gamma = sorted(stats.rounds_by_gamma.items(), reverse=True)
         rows.append(("rounds", ", ".join(f"{n:,} of gamma {gamma}" for gamma, n in by_gamma)))
-    rows += found(engine)
+    rows += found(engine, stats)
     if comparison:
         n = len(comparison.plain)
         rows += unquantized(comparison)
@@ -87,8 +87,11 @@ def who_drafts(draft: DraftConfig) -> str:
     return ", ".join([draft.policy, *(f"{name} {value}" for name, value in settings.items() if value is not None)])
 
 
-def found(engine: Engine) -> Rows:
-    """What "auto" has found out about those who may draft, in the last run that drafted."""
+def found(engine: Engine, stats: EngineStats) -> Rows:
+    """What "auto" has found out about those who may draft, in the last run that drafted.
+
+    Why nothing pays is what it found last, and no account of a run most of whose rounds drafted.
+    """
     planner = engine.schedule.planner
     if not (isinstance(planner, DraftPlanner) and isinstance(engine.policy, AutoDraft)):
         return []
@@ -107,7 +110,8 @@ def found(engine: Engine) -> Rows:
         rows.append(
             ("left out", ", ".join(one.name for one in others) + ": could not pay here by what may be hoped of them")
         )
-    if not (why := planner.why_not()):
+    plainly = stats.rounds_by_gamma.get(0, 0)
+    if not (why := planner.why_not()) or 2 * plainly < sum(stats.rounds_by_gamma.values()):
         return rows
     fewer = "; fewer rows may gain: try --batch-size 1" if len(engine.schedule.slots) > 1 else ""
     return [*rows, ("nothing pays", why + fewer)]

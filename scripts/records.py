@@ -10,12 +10,13 @@ from typing import Any
 
 from gpt_fast_sd import Completion, SamplingParams
 from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer
+from gpt_fast_sd.serving.logprobs import TokenLogprobs
 from inputs.prompts import read_text
 from inputs.sources import OURS, as_ours, prompts_of
 
 Record = dict[str, Any]
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "max_drafts",
-              "stop_token_ids")  # fmt: skip
+              "stop_token_ids", "logprobs")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,32 @@ def read_document(path: Path | None) -> str:
 
 
 def as_record(completion: Completion) -> Record:
-    """A completion as JSON."""
+    """A completion as JSON; logprobs, if asked for, has the token's first and then those of the likeliest."""
+    found = {name: getattr(completion, name) for name in ("index", "tokens", "text", "finish_reason")}
+    each = [{"logprob": one.logprob, "top": one.top} for one in completion.logprobs]
+    return {**found, "stats": completion.stats.as_dict(), **({"logprobs": each} if each else {})}
+
+
+def logprobs_of(
+    tokenizer: Tokenizer | None, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, chat: bool
+) -> Any:
+    """Log-probabilities of tokens in OpenAI's form: of a chat an object each, else lists; None if there are none."""
+
+    def data(token: int) -> bytes:
+        return tokenizer.token_bytes(token) if tokenizer else f"token_id:{token}".encode()
+
+    def named(token: int, logprob: float) -> Record:
+        text = data(token)
+        return {"token": text.decode("utf-8", "replace"), "bytes": list(text), "logprob": logprob}
+
+    each = [(named(token, one.logprob), [named(*other) for other in one.top])
+            for token, one in zip(tokens, found, strict=False)]  # fmt: skip
+    if chat or not each:
+        return {"content": [one | {"top_logprobs": top} for one, top in each]} if each else None
     return {
-        "index": completion.index,
-        "tokens": completion.tokens,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "stats": completion.stats.as_dict(),
-    }
+        "tokens": [one["token"] for one, _ in each], "token_logprobs": [one["logprob"] for one, _ in each],
+        "top_logprobs": [{other["token"]: other["logprob"] for other in [*reversed(top), one]} for one, top in each],
+    }  # fmt: skip
 
 
 def requests_of(path: Path, fields: Sequence[str] = ()) -> list[str]:

@@ -1,7 +1,6 @@
 """Serve a model as OpenAI's API does: completions and chats, streamed or whole, all decoded together.
 
     python scripts/serve.py --model smollm2
-    python scripts/serve.py --model meta-llama/Llama-3.1-8B-Instruct --batch-size 16 --draft guided --budget 512
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The harbour was", "stream": true}'
 
 POST /v1/completions takes a prompt (a text, a list of token ids, or a list of several) and /v1/chat/completions
@@ -34,9 +33,9 @@ from common import ProgressLine, parser_of, refusing, sentence, started
 from flags import add_engine_flags, add_flags, config_of, count, draft_of, join, positive, real, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import locate
-from gpt_fast_sd.model import parse_json, read_config
+from gpt_fast_sd.model import Tokenizer, parse_json, read_config
 from gpt_fast_sd.serving.service import Submission
-from records import Encoder
+from records import Encoder, logprobs_of
 
 with contextlib.suppress(ImportError):  # prepare says so
     import uvicorn
@@ -44,19 +43,18 @@ with contextlib.suppress(ImportError):  # prepare says so
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.routing import Route
-    from starlette.types import Receive, Scope, Send
 
 PROGRAM = "serve.py"
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
-FLUSH = 10  # seconds after which an answer that its client does not read is dropped at the end
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "max_drafts"}
-READ = {*SAMPLING, "max_tokens", "model"}
+READ = {*SAMPLING, "max_tokens", "model", "logprobs", "prompt"}
+READ_OF_CHATS = READ - {"prompt", "logprobs"} | {"messages", "max_completion_tokens", "top_logprobs"}
 CHANGE_NOTHING = {"user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"}
 ALLOWED: dict[str, tuple[object, ...]] = {  # fields that may have these values, and no others
     "stream": (False, True), "stream_options": ({}, {"include_usage": False}, {"include_usage": True}),
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},),
     "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "logit_bias": ({},), "tools": ([],),
-    "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True), "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True), "logprobs": (False, True),
 }  # fmt: skip
 
 
@@ -71,8 +69,8 @@ class Refused(Exception):
 
 def answer_of(document: object, status: int = 200) -> Response:
     """A document as it is sent."""
-    headers = {"retry-after": "1"} if status == 429 else None
-    return Response(json.dumps(document), status, headers, media_type="application/json")
+    later = {"retry-after": "1"} if status == 429 else None
+    return Response(json.dumps(document), status, later, media_type="application/json")
 
 
 def refused(_: Request, error: Exception) -> Response:
@@ -85,7 +83,7 @@ def refused(_: Request, error: Exception) -> Response:
 class Asked:
     """A request that makes sense and is supported, as far as that is seen without the engine; else Refused."""
 
-    def __init__(self, body: bytes, model: str, *, chat: bool) -> None:
+    def __init__(self, body: bytes, model: str, tokenizer: Tokenizer | None, *, chat: bool) -> None:
         try:
             record = parse_json(body.decode(), constants=False)
             if not isinstance(record, dict):
@@ -94,7 +92,7 @@ class Asked:
             raise Refused(f"the body must be a JSON object in UTF-8: {error}") from None
         record = {name: value for name, value in record.items() if value is not None}
         prompt = "messages" if chat else "prompt"
-        for name in sorted(record.keys() - READ - CHANGE_NOTHING - {prompt, "max_completion_tokens" if chat else ""}):
+        for name in sorted(record.keys() - (READ_OF_CHATS if chat else READ) - CHANGE_NOTHING):
             allowed = [json.dumps(value) for value in ALLOWED.get(name, ())]
             if json.dumps(record[name]) not in allowed:
                 said = f"must be {' or '.join(allowed)}, or left out" if allowed else "is not supported: leave it out"
@@ -107,23 +105,29 @@ class Asked:
             raise Refused("max_tokens and max_completion_tokens mean the same: give one of them", "max_tokens")
         self.max_tokens = record.get("max_completion_tokens", record.get("max_tokens"))
         given = {"temperature": 1.0} | {name: record[name] for name in SAMPLING if name in record}
+        wanted = None if record.get("logprobs") is False else record.get("logprobs")
+        if chat and record.get("top_logprobs") and not wanted:
+            raise Refused("top_logprobs needs logprobs true", "top_logprobs")
+        given["logprobs"] = wanted if not (chat and wanted) else record.get("top_logprobs", 0)
         try:
             self.params = SamplingParams(max_tokens=1 if self.max_tokens is None else self.max_tokens, **given)
         except ValueError as error:
-            raise Refused(str(error), str(error).split()[0]) from None
+            said = str(error).replace("logprobs", "top_logprobs") if chat else str(error)
+            raise Refused(said, said.split()[0]) from None
         several = isinstance(record[prompt], list) and any(isinstance(one, str | list) for one in record[prompt])
         self.prompts = record[prompt] if several and not chat else [record[prompt]]  # of a chat one list of messages
-        self.chat, self.stream = chat, record.get("stream", False)
+        self.tokenizer, self.chat, self.stream = tokenizer, chat, record.get("stream", False)
         self.counted = record.get("stream_options") == {"include_usage": True}
         self.head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}", "created": int(time.time())}
         kind = "text_completion" if not chat else "chat.completion.chunk" if self.stream else "chat.completion"
         self.head |= {"object": kind, "model": model}
 
-    def choice(self, i: int, text: str, reason: str | None = None) -> dict[str, Any]:
-        """The text of a prompt, or the next piece of it."""
+    def choice(self, i: int, one: Completion | TokenEvent | None, reason: str | None = None) -> dict[str, Any]:
+        """What a prompt's text has become, or the next piece of it; None: nothing more."""
+        text = one.text if one else ""
+        logprobs = logprobs_of(self.tokenizer, one.tokens, one.logprobs, chat=self.chat) if one else None
         piece = {"delta": {"content": text}} if self.stream else {"message": {"role": "assistant", "content": text}}
-        said = piece if self.chat else {"text": text}
-        return {"index": i, **said, "logprobs": None, "finish_reason": reason}
+        return {"index": i, **(piece if self.chat else {"text": text}), "logprobs": logprobs, "finish_reason": reason}
 
 
 def usage_of(prompts: list[list[int]], completions: list[Completion]) -> dict[str, Any]:
@@ -149,7 +153,7 @@ class Server:
         handlers: dict[Any, Any] = dict.fromkeys((Refused, 404, 405, ClientDisconnect, Exception), refused)
         self.uvicorn = uvicorn.Server(uvicorn.Config(
             Starlette(routes=[*post, *get], exception_handlers=handlers), lifespan="off", ws="none",
-            log_level="warning", access_log=False, timeout_graceful_shutdown=FLUSH,
+            log_level="warning", access_log=False, timeout_graceful_shutdown=10,  # seconds for unread answers
         ))  # fmt: skip
 
     async def serve(self, listening: socket.socket) -> int:
@@ -161,8 +165,8 @@ class Server:
             for number in (signal.SIGINT, signal.SIGTERM):  # in place of uvicorn's handlers
                 asyncio.get_running_loop().add_signal_handler(number, self.end)
         host, port = listening.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        print(f"{address} serves {self.model}, --draft {self.engine.draft.policy}", flush=True)
+        at = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        print(f"{at} serves {self.model}, --draft {self.engine.draft.policy}", flush=True)
         await serving
         return int(self.failed)
 
@@ -199,7 +203,7 @@ class Server:
 
     async def post(self, request: Request) -> Any:
         """Answer one request, or refuse it."""
-        asked = Asked(await request.body(), self.model, chat="chat" in request.url.path)
+        asked = Asked(await request.body(), self.model, self.engine.tokenizer, chat="chat" in request.url.path)
         if (n := len(asked.prompts)) > self.most:
             raise Refused(f"{n:,} prompts are more than the {self.most:,} that may wait at once", "prompt")
         if self.ending:
@@ -208,7 +212,7 @@ class Server:
             raise Refused(f"{self.unanswered:,} wait or are at work: try again", code="queue_full", status=429)
         return lambda *to: self.answer(asked, *to)
 
-    async def answer(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, asked: Asked, scope: Any, receive: Any, send: Any) -> None:
         """Decode and answer, while the client is there."""
         submissions: list[Submission] = []
 
@@ -222,18 +226,14 @@ class Server:
             if asked.stream:
                 return await stream(asked, prompts, self.events(submissions), send)
             completions = [event.completion async for _, event in self.events(submissions) if event.completion]
-            choices = [asked.choice(i, one.text, one.finish_reason) for i, one in enumerate(completions)]
+            choices = [asked.choice(i, one, one.finish_reason) for i, one in enumerate(completions)]
             usage = usage_of(prompts, completions)
             await answer_of({**asked.head, "choices": choices, "usage": usage})(scope, receive, send)
 
-        async def leave() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
         self.unanswered += len(asked.prompts)
         try:
-            working, left = asyncio.ensure_future(decode()), asyncio.ensure_future(leave())
-            await asyncio.wait([working, left], return_when=asyncio.FIRST_COMPLETED)
+            working, left = asyncio.ensure_future(decode()), asyncio.ensure_future(receive())
+            await asyncio.wait([working, left], return_when=asyncio.FIRST_COMPLETED)  # the body is read: it is gone
             left.cancel()
             working.cancel()  # which does nothing if it is done
             with contextlib.suppress(asyncio.CancelledError):
@@ -277,7 +277,7 @@ class Server:
                 raise (error if isinstance(error, Refused) else self.fail(error)) from None
 
 
-async def stream(asked: Asked, prompts: list[list[int]], events: AsyncIterator[Any], send: Send) -> None:
+async def stream(asked: Asked, prompts: list[list[int]], events: AsyncIterator[Any], send: Any) -> None:
     """Send the events as server-sent ones."""
 
     async def say(*choices: dict[str, Any], usage: Any = None, last: str = "") -> None:
@@ -290,13 +290,13 @@ async def stream(asked: Asked, prompts: list[list[int]], events: AsyncIterator[A
     completions, last = list[Completion](), "[DONE]"
     try:
         if asked.chat:
-            await say(asked.choice(0, "") | {"delta": {"role": "assistant", "content": ""}})
+            await say(asked.choice(0, None) | {"delta": {"role": "assistant", "content": ""}})
         async for i, event in events:
-            if event.text:
-                await say(asked.choice(i, event.text))
+            if event.text or event.logprobs:
+                await say(asked.choice(i, event))
             if event.completion:
                 completions.append(event.completion)
-                await say(asked.choice(i, "", event.completion.finish_reason))
+                await say(asked.choice(i, None, event.completion.finish_reason))
         if asked.counted:
             await say(usage=usage_of(prompts, completions))
     except Refused as error:

@@ -71,7 +71,7 @@ def test_python_that_a_page_shows_names_what_there_is(page: str) -> None:
     for code in re.findall(r"```python\n(.*?)```", text_of(page), re.S):
         compile(code, page, "exec")
         for name, arguments in re.findall(rf"({'|'.join(classes)})\(([^()]*)\)", code):
-            eval(f"{name}({arguments})", dict(classes))
+            eval(f"{name}({arguments})", classes | {"never_the_same_twice": max})
             found.add(name)
     assert found == {*classes}
 

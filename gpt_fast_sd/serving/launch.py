@@ -22,7 +22,7 @@ from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.tp import DoneEvent, Parallel
 
 from ..acceptance import Override
-from ..config import MAX_GAMMA, EngineConfig
+from ..config import MAX_GAMMA, MOST_LOGPROBS, EngineConfig
 from ..draft import Draft
 from ..fast.devices import traits_of
 from ..loading import System, draft_group, has_room, ready_draft
@@ -35,6 +35,8 @@ from ..sampling import Kind
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
 from .cuda_graphs import FAILED_CAPTURES_END, Capture, GraphPool, doubling, is_of_capturing
+from .logprobs import beside
+from .processing import process
 from .requests import Request
 
 Result = TypeVar("Result")
@@ -58,7 +60,7 @@ class InFlightRound:
     planned: bool  # whether gamma was the planner's choice
     arm: int  # who drafted, see DraftPolicy.use
     proposers: tuple[str, ...]
-    result: Tensor  # int64 [B, 2 * gamma + 5] on the host
+    result: Tensor  # int64 [B, 2 * gamma + 5] on the host, and what logprobs.beside gives
     begun_event: torch.cuda.Event | None = None  # recorded before anything of the round; None: its parts are timed
     done_event: torch.cuda.Event | None = None  # recorded after the copy; None: the result is there
     host_seconds: float = 0.0  # that launching it took, if its device_seconds are known
@@ -115,6 +117,8 @@ class Rounds(Round):
         self._uncapturable: set[tuple[object, ...]] = set()  # keys of parts that run as they are
         self._told = False  # that there are such
         self._drafts = self._capturing = self._empty = False  # of the round that is under way: see _look
+        self._named: int | None = None  # of that round: see RoundPlan.logprobs
+        self._live: Sequence[tuple[int, Request]] = ()  # of that round, if one of them brings a processor
         self._warm: set[tuple[object, ...]] = set()
         self._pinned: list[Tensor] = []  # pinned host buffers, one per round in flight
         self._launched = 0
@@ -151,6 +155,7 @@ class Rounds(Round):
         drafter = self.policy.now if self.policy and plan.gamma else None
         who = drafter.proposers if drafter else ()
         round_ = InFlightRound(plan, list(live), planned, self.arm, who, self.state.pending)
+        self._live = live if any(request.params.processor is not None for _, request in live) else ()
         if not self.capture:
 
             def timestamp() -> None:
@@ -163,7 +168,7 @@ class Rounds(Round):
             timestamp()
             round_.result = self.device_round(plan, timestamp).cpu()
             return round_
-        is_built = self.is_warm(plan.gamma, plan.kind)
+        is_built = self.is_warm(plan.gamma, plan.kind, plan.logprobs) and not self._live
         replay = self._captured_round(plan)
         if begun is not None and begun.capture_seconds != self.capture_seconds:  # the device was idle meanwhile
             begun, is_built = self.begin(), False
@@ -180,11 +185,11 @@ class Rounds(Round):
 
     def device_round(self, plan: RoundPlan, timestamp: Callable[[], None] = lambda: None) -> Tensor:
         """See Round.device_round; what it feeds after a first token are drafts."""
-        self._drafts = plan.gamma > 0
+        self._drafts, self._named = plan.gamma > 0, plan.logprobs
         try:
             return super().device_round(plan, timestamp)
         finally:
-            self._drafts = False
+            self._drafts, self._named, self._live = False, None, ()
 
     def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
         """See Round.feed; ValueError for the first drafts if the model has no such tokens, which would end a GPU."""
@@ -196,7 +201,13 @@ class Rounds(Round):
         """See Round.accept; ValueError where the first draft of its kind is none that a policy may propose."""
         if draft.tokens.shape[1]:
             self._look(kind, lambda: wrong_with(draft, logits.shape[1] - 1, logits.shape[2], self.state.active))
-        return super().accept(logits, draft, kind)
+        if self._live:
+            process(self.state, logits, draft, self._live)
+        result = super().accept(logits, draft, kind)
+        if self._named is None:
+            return result
+        tokens = result[:, 3 : 3 + logits.shape[1]]
+        return torch.cat([result, beside(self.state.vocabulary.whole(logits), tokens, self._named)], 1)
 
     def _look(self, what: object, wrong: Callable[[], str]) -> None:
         """Once for each arm over empty slots, and once more over requests unless rounds are captured by then.
@@ -247,14 +258,14 @@ class Rounds(Round):
                         self.device_round(plan)
                     finally:
                         self._empty = False
-                    self._warm.add((gamma, kind, self.arm if gamma else 0))
+                    self._warm.add((gamma, kind, None, self.arm if gamma else 0))
         if self.replay and place is not None:  # these rounds must not advance the replay
             self.replay.place.copy_(place)
         self.synchronize()
 
-    def is_warm(self, gamma: int, kind: Kind) -> bool:
+    def is_warm(self, gamma: int, kind: Kind, logprobs: int | None = None) -> bool:
         """Whether a round of this gamma, for rows of this kind, has been called."""
-        return (gamma, kind, self.arm if gamma else 0) in self._warm
+        return (gamma, kind, logprobs, self.arm if gamma else 0) in self._warm
 
     def prepared(self, part: Callable[[], Result]) -> Callable[[], Result]:
         """A part of a round in the form in which rounds run it: captured, or as it is. It is called once."""
@@ -282,18 +293,23 @@ class Rounds(Round):
         self._graph(("refresh", in_view), REFRESH_STEPS, lambda: policy.device_refresh(state, in_view))()
 
     def _captured_round(self, plan: RoundPlan) -> Callable[[], Tensor]:
-        """The graph of such a round: one for each gamma, each kind of sampling, and each doubling of the view."""
-        gamma, kind = plan.gamma, plan.kind
-        if not self.is_warm(gamma, kind):  # the first request of its kind in a stream
-            self._warm.add((gamma, kind, self.arm if gamma else 0))
+        """The graph of such a round: one for each gamma, each kind of sampling, and each doubling of the view.
+
+        What a processor makes of logits only the host knows: such a round runs as it is.
+        """
+        gamma, kind, named = plan.gamma, plan.kind, plan.logprobs
+        is_first = not self.is_warm(gamma, kind, named)  # the first request of its kind in a stream
+        if is_first or self._live:
+            self._warm.add((gamma, kind, named, self.arm if gamma else 0))
             return lambda: self.device_round(plan)  # so that all is built when the next one is captured
         in_view = doubling(plan.n_keys + gamma, self.target.cache.capacity)
         any_rows = plan.to_capture(in_view - gamma)
         # The graph of a wider kind gives the same tokens, slower: a greedy row is one-hot, filters that are off keep
-        # all. It serves where another one would cost all that are held.
+        # all, what nobody asked for is not read. It serves where another one would cost all that are held.
         kinds = (kind, Kind(True, kind.filtered), Kind(True, True))
         arm, steps = self.arm if gamma else 0, steps_of(self.draft, gamma)
-        keys = [(gamma, in_view, one, self.width, self.replay, arm) for one in kinds]
+        names = (named, 0, MOST_LOGPROBS) if named is None else (named, MOST_LOGPROBS)
+        keys = [(gamma, in_view, one, n, self.width, self.replay, arm) for one in kinds for n in names]
         is_full = self._steps_held + steps > self.most_steps
         key = next((key for key in keys if is_full and key in self._captured), keys[0])
         return self._graph(key, steps, lambda: self.device_round(any_rows))
@@ -384,9 +400,10 @@ class Rounds(Round):
         self.forget()
 
     def _pinned_buffer(self, result: Tensor) -> Tensor:
-        """Pinned host memory [B, 2 * gamma + 5] that no other round in flight uses."""
+        """Pinned host memory of a result's size that no other round in flight uses."""
         if not self._pinned:
-            most, n = result.shape[0] * (2 * max(self.draft.max_gamma, *self.further, 0) + 5), self.results_behind + 1
+            width = 1 + max(self.draft.max_gamma, *self.further, 0)
+            most, n = result.shape[0] * width * (5 + 1 + 2 * MOST_LOGPROBS), self.results_behind + 1
             self._pinned = [torch.empty(most, dtype=result.dtype, pin_memory=True) for _ in range(n)]
         self._launched += 1
         return self._pinned[self._launched % len(self._pinned)][: result.numel()].view(result.shape)

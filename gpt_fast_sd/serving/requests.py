@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gpt_fast_sd.model import ModelConfig, StreamDecoder, Tokenizer
 
 from ..config import MAX_GAMMA, SamplingParams
+from .logprobs import TokenLogprobs
 from .stats import CompletionStats
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Completion:
     """One finished prompt.
 
     tokens end with the EOS token, or with the one that completed a stop string, if that ended them; text has neither.
+    logprobs has an entry for each token, if SamplingParams.logprobs asks for them.
     """
 
     index: int
@@ -46,6 +48,7 @@ class Completion:
     text: str
     finish_reason: str  # "stop": EOS or a stop string; "length": max_tokens; "cancelled": see Submission.cancel
     stats: CompletionStats
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,7 @@ class TokenEvent:
     drafted: int  # drafts judged, and how many of them were accepted
     accepted: int
     refused: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token, if asked for
     completion: Completion | None = None
 
 
@@ -97,11 +101,13 @@ class Request:
     eos_ids: frozenset[int]
     decoder: Decoder | None
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
     rounds: int = 0
     drafted: list[int] = field(default_factory=list)  # by position in the round
     accepted: list[int] = field(default_factory=list)
+    failed: tuple[int, Exception] | None = None  # at which place of the round its processor failed, and how
     _held: str = ""  # certain text that may be the beginning of a stop string
 
     @property
@@ -121,6 +127,7 @@ class Request:
         judged: int = 0,
         accepted: int = 0,
         refused: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> TokenEvent:
         """Take the tokens of one round, up to the one that ends the text; finish_reason is set if one did.
 
@@ -134,6 +141,7 @@ class Request:
             if self.finish_reason:
                 break
         taken = len(pieces)
+        self.logprobs += logprobs[:taken]
         if taken < len(tokens):  # a stop string ended the text among the accepted drafts
             judged, accepted, refused = min(judged, taken), min(accepted, taken), ()
         for counts, n in ((self.drafted, judged), (self.accepted, accepted)):
@@ -143,8 +151,13 @@ class Request:
         return TokenEvent(
             index=self.index, tokens=list(tokens[:taken]), text="".join(pieces), pieces=pieces,
             sources=list(sources[:taken]), drafted=judged, accepted=accepted, refused=list(refused),
+            logprobs=list(logprobs[:taken]),
             completion=self.completion() if self.finish_reason else None,
         )  # fmt: skip
+
+    def ends_at(self, token: int) -> bool:
+        """Whether this token ends the text."""
+        return token in (self.params.stop_token_ids or ()) or (token in self.eos_ids and not self.params.ignore_eos)
 
     def cancel(self) -> TokenEvent:
         """End it with the tokens it has."""
@@ -159,7 +172,7 @@ class Request:
     def _take(self, token: int) -> str:
         """Append one token; return the text that became certain."""
         self.tokens.append(token)
-        ended = token in (self.params.stop_token_ids or ()) or (token in self.eos_ids and not self.params.ignore_eos)
+        ended = self.ends_at(token)
         piece = self.decoder.push([token]) if self.decoder and not ended else ""
         if ended:
             self.finish_reason = "stop"
@@ -191,8 +204,9 @@ class Request:
             accepted_by_position=tuple(self.accepted) + (0,) * (len(self.drafted) - len(self.accepted)),
         )  # fmt: skip
         return Completion(
-            index=self.index, tokens=self.tokens, text=self.text, finish_reason=self.finish_reason, stats=stats
-        )
+            index=self.index, tokens=self.tokens, text=self.text, finish_reason=self.finish_reason, stats=stats,
+            logprobs=self.logprobs,
+        )  # fmt: skip
 
 
 class Intake:
@@ -201,7 +215,11 @@ class Intake:
     A prompt is a text or a list of token ids, alone or as (prompt, SamplingParams).
     """
 
-    def __init__(self, model: ModelConfig, tokenizer: Tokenizer | None, max_seq_len: int) -> None:
+    def __init__(
+        self, model: ModelConfig, tokenizer: Tokenizer | None, max_seq_len: int, *, is_alone: bool = True
+    ) -> None:
+        """is_alone: whether one process holds the model."""
+        self.is_alone = is_alone
         self.tokenizer, self.vocab_size, self.max_seq_len = tokenizer, model.vocab_size, max_seq_len
         self._model_eos_ids = model.eos_ids
 
@@ -262,6 +280,8 @@ class Intake:
         ids = self.encoded(prompt, name)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError(f"{name} has stop strings, but this model has no tokenizer to find them with")
+        if params.processor is not None and not self.is_alone:
+            raise ValueError(f"{name} has a processor, which changes whole logits: ranks that hold a model have parts")
         self.checked([0, *(params.stop_token_ids or ())], f"{name}'s stop_token_ids")
         total = len(ids) + params.max_tokens
         if total > self.max_seq_len:

@@ -27,6 +27,7 @@ from ..steps import splits_in_view
 from .draft_planner import MOST_ARMS, DraftPlanner, arm_of
 from .gamma_planner import GammaPlanner
 from .launch import InFlightRound, Rounds
+from .logprobs import found_of
 from .requests import Arrival, Request, RoundEvent, TokenEvent, Waiting
 from .stats import EngineStats
 
@@ -213,6 +214,8 @@ class Schedule:
         """Start a round: draft, verify, judge, commit. False if the rounds in flight must be collected first."""
         started, captured = time.perf_counter(), self.rounds.capture_seconds
         live = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
+        if self.in_flight and any(request.params.processor is not None for _, request in live):
+            return False  # it is asked about texts as they are
         policy = self.policy if speculate and any(request.may_keep for _, request in live) else None
         plan = RoundPlan.of(
             {slot: request.length for slot, request in live}, [request.params for _, request in live],
@@ -279,11 +282,14 @@ class Schedule:
         for slot, request in round_.live:
             if request.finish_reason:  # it finished after this round was launched
                 continue
-            emitted, judged, accepted, *rest = read[slot]
+            emitted, judged, accepted, *rest = read[slot][: 2 * gamma + 5]
             tokens, whose, first_refused = rest[: gamma + 1], rest[gamma + 1 : -1], rest[-1]
             refused = [first_refused, *tokens[accepted + 1 : judged]] if accepted < judged else []
             sources = [*(round_.proposers[i] for i in whose[:accepted]), "target"]
-            events.append(request.commit(tokens[:emitted], sources, judged, accepted, refused))
+            logprobs = found_of(read[slot][2 * gamma + 5 :], gamma + 1, request.params.logprobs)
+            events.append(request.commit(tokens[:emitted], sources, judged, accepted, refused, logprobs))
+            if request.failed and len(events[-1].tokens) > request.failed[0]:
+                raise request.failed[1]
             if request.finish_reason:
                 self.release(slot)
         self.agreement.note(f"tokens of round {self.n_rounds}", [(e.index, e.tokens, e.accepted) for e in events])

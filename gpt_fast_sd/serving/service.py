@@ -18,11 +18,13 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from gpt_fast_sd.tp import Parallel
 
 from ..config import SamplingParams
 from .lifecycle import BUSY
+from .processing import processed
 from .requests import Completion, Intake, Prompt, TokenEvent
 from .scheduling import Schedule
 from .stats import CompletionStats
@@ -59,6 +61,8 @@ class Submission:
         self.prompt, self.params = prompt, params
         self._service, self._engine = service, engine  # which lives as long as someone waits for it
         self._completion: Completion | None = None  # once it was iterated over
+        self._failed: tuple[int, BaseException] | None = None  # after how many tokens its processor did in this round
+        self._length = len(prompt)  # of its text so far
         self._events = queue.SimpleQueue[TokenEvent | BaseException]()
         self._wake: Callable[[], object] | None = None  # of an event loop that waits for an event
 
@@ -98,6 +102,28 @@ class Submission:
         """End it before the next round with finish_reason "cancelled", if it has not ended; it frees its slot."""
         self._service.cancel(self)
 
+    @property
+    def guarded(self) -> SamplingParams:
+        """Its parameters for a stream in which others are, too: where its processor fails, they go on."""
+        return self.params if self.params.processor is None else replace(self.params, processor=self._processed)
+
+    def _processed(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """What the processor makes of logits; of places after one where it failed nobody will know."""
+        assert self.params.processor is not None
+        n = ids.shape[1]
+        if self._failed and n <= self._failed[0]:  # another round, whose text goes another way
+            self._failed = None
+        try:
+            return logits if self._failed else processed(self.params.processor, ids, logits)[None]
+        except BaseException as error:  # exits, too, are of this request alone
+            self._failed = n, error
+            return logits
+
+    def failure(self, event: TokenEvent) -> BaseException | None:
+        """What ended it before this event, if its text has come to where its processor failed."""
+        self._length += len(event.tokens)
+        return self._failed[1] if self._failed and self._length > self._failed[0] else None
+
     def _told(self, event: TokenEvent | BaseException) -> TokenEvent:
         """An event, the last of which is kept; an error is raised, each time it is asked."""
         if isinstance(event, BaseException):
@@ -126,7 +152,7 @@ class Service:
         self._n = 0  # submissions so far
         self._thread: threading.Thread | None = None
         self._ending = False  # the program or the engine ends
-        self._last: tuple[Submission, TokenEvent] | None = None  # held back until the stream has ended
+        self._last: tuple[Submission, TokenEvent | BaseException] | None = None  # held back until the stream has ended
 
     def submit(self, prompt: Prompt, params: SamplingParams | None) -> Submission:
         """See Engine.submit."""
@@ -206,7 +232,7 @@ class Service:
                     self._tell_last()
                     self._at_work[self._n_taken] = one
                     self._n_taken += 1
-            yield (one.prompt, one.params) if one else None
+            yield (one.prompt, one.guarded) if one else None
 
     def _hand_over(self, event: TokenEvent) -> None:
         """Give an event to whoever submitted the request, as one of that submission."""
@@ -214,7 +240,11 @@ class Service:
             one = self._at_work.pop(event.index) if event.completion else self._at_work[event.index]
             is_last = not (self._at_work or self._inbox)
         completion = replace(event.completion, index=one.index) if event.completion else None
-        told = replace(event, index=one.index, completion=completion)
+        told: TokenEvent | BaseException = replace(event, index=one.index, completion=completion)
+        if failure := one.failure(event):
+            if not completion:
+                return self.cancel(one)
+            told = failure
         if is_last:  # whoever has it may call the engine: its stream has ended by then
             self._last = one, told
         else:

@@ -166,7 +166,7 @@ def held(policy: str, of: str, patch: Patch, *, length: int, vocab: int, kv_dtyp
     with torch.inference_mode():
         with LiveBytes(of) as prefilling:
             engine._prefill.chunk(0, [1] * engine._prefill.sizes[0], 0)
-        plan = fill(engine, length, FILTERED, draft.max_gamma)
+        plan = fill(engine, length, replace(FILTERED, logprobs=20), draft.max_gamma)
         with LiveBytes(of) as refreshing:
             if engine.policy:
                 engine.policy.host_before_round(engine.state, plan)

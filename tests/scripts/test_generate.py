@@ -27,7 +27,7 @@ from gpt_fast_sd.policies.registry import policies
 from gpt_fast_sd.serving.requests import TokenEvent
 from gpt_fast_sd.serving.stats import EngineStats
 from measuring.lossless import Difference
-from tests.helpers import ByteTokenizer, Patch, Printed, Refuses, random_ids, tiny_config, tiny_model
+from tests.helpers import ByteTokenizer, Patch, Printed, Refuses, random_ids, tiny_config, tiny_engine, tiny_model
 
 QUICK = ["--no-compile", "--max-new-tokens", "6", "--gamma", "2"]  # auto chooses by the clock
 NIGHT = ["--prompt", "It was a dark night", "--draft", "streaming"]
@@ -142,6 +142,14 @@ def test_unless_told_otherwise_it_finds_out_who_drafts_and_says_what_it_found(pr
     assert shown == [("tried" if n else when, name, f"{n:,}") for name, (n, when) in zip(timed, told, strict=True)]
     left_out = names - set(timed)
     assert not left_out or set(rows(card)["left out"].partition(":")[0].split(", ")) == left_out
+
+
+def test_that_nothing_pays_is_said_of_runs_that_hardly_drafted(monkeypatch: Patch) -> None:
+    one = tiny_engine(DraftConfig(policy="auto"))
+    for name, told in (("found", []), ("why_not", "a reason")):  # of a planner that has timed nothing
+        monkeypatch.setattr(one.schedule.planner, name, lambda told=told: told)
+    for by_gamma, is_said in (({2: 3, 0: 2}, False), ({2: 1, 0: 2}, True), ({0: 9}, True)):
+        assert ("nothing pays" in dict(run_card.found(one, EngineStats(rounds_by_gamma=by_gamma)))) == is_said
 
 
 @pytest.mark.parametrize(

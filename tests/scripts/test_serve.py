@@ -116,6 +116,27 @@ def test_answers_are_what_the_engine_gives(served: Running, params: dict[str, An
     assert pieces[0].choices[0].delta.role == "assistant" and pieces[-1].choices[0].finish_reason
 
 
+def test_logprobs_are_those_of_the_engine(served: Running) -> None:
+    [expected] = [one.result() for one in (served.engine.submit("It was", SamplingParams(max_tokens=24, logprobs=2)),)]
+    whole = served.ask(**GREEDY, prompt="It was", logprobs=2).choices[0]
+    assert whole.text == "".join(whole.logprobs.tokens) and len(whole.logprobs.tokens) == 24
+    assert whole.logprobs.token_logprobs == [one.logprob for one in expected.logprobs]
+    assert [max(top.values()) for top in whole.logprobs.top_logprobs] == whole.logprobs.token_logprobs
+    hot = served.ask(model="m", prompt="It was", temperature=1.5, seed=3, logprobs=0).choices[0].logprobs
+    each = [{token: p} for token, p in zip(hot.tokens, hot.token_logprobs, strict=True)]
+    assert hot.top_logprobs == each  # that of the token itself is always there
+    pieces = [piece.choices[0] for piece in served.ask(**GREEDY, prompt="It was", logprobs=2, stream=True)]
+    told = [p for one in pieces if one.logprobs for p in one.logprobs.token_logprobs]
+    assert told == whole.logprobs.token_logprobs
+    chat = served.chat(**GREEDY, messages=CHAT, logprobs=True, top_logprobs=3).choices[0]
+    assert "".join(one.token for one in chat.logprobs.content) == chat.message.content
+    for one in chat.logprobs.content:
+        assert bytes(one.bytes).decode("utf-8", "replace") == one.token == one.top_logprobs[0].token
+        assert one.top_logprobs[0].logprob == one.logprob and len(one.top_logprobs) == 3
+    assert served.chat(**GREEDY, messages=CHAT, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+    assert served.chat(**GREEDY, messages=CHAT, logprobs=False).choices[0].logprobs is None
+
+
 def test_what_is_left_out_is_as_in_openais_api(served: Running) -> None:
     assert served.ask(model="m", prompt="It was").usage.completion_tokens <= 16
     served.chat(model="m", messages=CHAT, user="me", n=1, tools=[], max_completion_tokens=3)
@@ -148,7 +169,7 @@ def test_of_a_crowd_of_whom_half_leave_all_others_are_answered_and_all_slots_are
 
 
 FIELDS: dict[str, list[Any]] = {  # values that are refused by the field's name
-    "n": [2, True], "best_of": [2], "logprobs": [1], "echo": [True], "presence_penalty": [0.5], "tools": [[{}]],
+    "n": [2, True], "best_of": [2], "logprobs": [21, True], "echo": [True], "presence_penalty": [0.5], "tools": [[{}]],
     "logit_bias": [{"5": 1}], "response_format": [{"type": "json_object"}], "stream": ["yes"],
     "stream_options": [{"include": 1}], "temperature": ["hot", True], "top_p": [0], "top_k": [1.5], "min_p": [2],
     "seed": [-1], "stop": [[1]], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
@@ -162,6 +183,8 @@ OTHERS: list[tuple[str, Any, str]] = [  # what is changed, and what is said of i
     ("completions", {"prompt": [5] * 1024}, "1,024 tokens of prompt and max_tokens 1 are over the 1,024 of a slot"),
     ("completions", {"prompt": ["a"] * 300}, "300 prompts are more than the 202"), ("models", {}, "Method Not Allowed"),
     ("chat/completions", {"max_completion_tokens": 9, "max_tokens": 9}, "mean the same"), ("x", {}, "Not Found"),
+    ("chat/completions", {"logprobs": 3}, "logprobs must be"), ("chat/completions", {"top_logprobs": 2}, "needs log"),
+    ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be a whole number from 0 to 20"),
     ("chat/completions", {"messages": []}, "messages must be a list"), ("chat/completions", b"{", "not JSON"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads text alone"),
 ]  # fmt: skip
