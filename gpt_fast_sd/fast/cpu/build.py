@@ -11,6 +11,7 @@ import functools
 import hashlib
 import platform
 import re
+import shutil
 import subprocess
 import threading
 import warnings
@@ -21,7 +22,7 @@ from typing import TypeVar
 
 import torch
 
-from .instruction_sets import InstructionSet, chosen, without_own
+from .instruction_sets import InstructionSet, chosen, sets_here, without_own
 
 BUILT = Path(__file__).with_name("built")  # in wheels for one platform
 INCLUDED = re.compile(r'^#include "(\w+\.hpp)"\n', re.MULTILINE)  # a header beside this file
@@ -67,7 +68,8 @@ def constant_where_traced(function: Asked) -> Asked:
 def builds(source: Path, head_dim: int = 0) -> bool:
     """Whether this CPU and its compiler know the instructions; no more than read, as to build takes seconds.
 
-    A compiler that is there and refuses a source is a warning.
+    A compiler that is there and refuses a source is a warning. One that has read it is not asked again, by any process:
+    that takes a second for each source.
     """
     if not for_any(source) and not chosen().own:
         return False
@@ -79,7 +81,11 @@ def builds(source: Path, head_dim: int = 0) -> bool:
     native = ("-march=native",) * (platform.system() != "Darwin")  # as torch does
     try:
         command = (get_cpp_compiler(), "-std=c++20", "-fsyntax-only", *native, *flags(source), "-x", "c++", "-")
-        done = subprocess.run(command, input=text(source, head_dim), capture_output=True, text=True)
+        unit = text(source, head_dim)
+        with contextlib.suppress(OSError):  # of a cache that cannot be, or be read
+            if _noted(command, unit).exists():
+                return True
+        done = subprocess.run(command, input=unit, capture_output=True, text=True)
     except (InvalidCxxCompiler, OSError):
         return False
     if done.returncode:
@@ -87,7 +93,20 @@ def builds(source: Path, head_dim: int = 0) -> bool:
             (line.strip() for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}"
         )
         warnings.warn(f"{command[0]} cannot build {source.name}, which is slower without: {why:.200}", stacklevel=2)
-    return not done.returncode
+        return False
+    with contextlib.suppress(OSError):
+        (noted := _noted(command, unit)).parent.mkdir(parents=True, exist_ok=True)
+        noted.touch()
+    return True
+
+
+def _noted(command: tuple[str, ...], unit: str) -> Path:
+    """The file, beside what Inductor keeps, that says that this compiler knows this text on such a CPU."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    compiler = Path(shutil.which(command[0]) or command[0]).stat()
+    known = command, compiler.st_size, compiler.st_mtime_ns, [one.name for one in sets_here()], unit
+    return Path(cache_dir()) / "gpt_fast_sd" / hashlib.sha256(repr(known).encode()).hexdigest()
 
 
 def rebuilding(build: Callable[[], Built]) -> Built:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import cpp_builder
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
 from gpt_fast_sd import fast as kernels
@@ -80,6 +81,29 @@ def test_weights_are_packed_for_what_is_built(built: Path) -> None:
     engine.redraft(DraftConfig())
     assert type(engine.target.model.layers[0].attention.wqkv).__name__ == "PackedLinear"
     assert said_by(engine) == tokens
+
+
+def test_a_compiler_is_asked_once_whether_it_knows_a_text_and_another_one_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, asked = tmp_path / "c++", tmp_path / "asked"
+    compiler.write_text(f"#!/bin/sh\ncat > {os.devnull}\necho >> {asked}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda *_: str(compiler))
+
+    def times(head_dim: int = HEAD_DIM) -> int:
+        cpu_build.builds.cache_clear()  # as another process
+        assert cpu_build.builds(cpu.ANY, head_dim)
+        return len(asked.read_text().splitlines())
+
+    assert [times(), times(), times(32), times()] == [1, 1, 2, 2]
+    compiler.write_text(compiler.read_text() + "true\n")
+    assert [times(), times()] == [3, 3]
+    (tmp_path / "none").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "none"))  # where nothing can be noted
+    assert [times(), times()] == [4, 5]
+    cpu_build.builds.cache_clear()
 
 
 def test_what_was_built_of_another_text_is_left_alone(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
