@@ -59,6 +59,7 @@ from flags import (
     names,
     positive,
     real,
+    seed,
     sizes,
 )
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
@@ -262,7 +263,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument_group("how rows are continued"), SamplingParams,
         max_tokens={"type": positive, "default": None, "unset": defaults("max_new_tokens")},
         temperature={"metavar": "T,T", "type": temperatures, "default": [0.0]},
-        seed={"unset": defaults("seed"), "help": "of sampling (row i: S + i), of --synthetic and of --lossless"},
+        seed={"type": seed, "unset": defaults("seed"),
+              "help": "of sampling (row i: S + i), of --synthetic and of --lossless"},
         stop=None, ignore_eos=None, stop_token_ids=None, logprobs=None,
     )  # fmt: skip
     add_engine_flags(

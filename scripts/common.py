@@ -25,10 +25,18 @@ LONG_PREFILL = 1000  # tokens; a longer prefill is announced by a line where the
 PATIENCE = 10.0  # seconds within which torchrun ends the other processes after a refusal; each rank waits one more
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, but that a value of no characters is none: as a path it would be the folder here, as a host all."""
+
+    def _get_values(self, action: argparse.Action, given: list[str]) -> Any:
+        if "" in given and action.dest not in ("prompt", "stop"):  # texts, of which the program says what they lack
+            raise argparse.ArgumentError(action, "expected a value, got an empty text")
+        return super()._get_values(action, given)
+
+
 def parser_of(program: str, about: str | None) -> argparse.ArgumentParser:
     """A parser whose help begins with the program's own page, line by line as it is written there."""
-    how = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=program, description=about, formatter_class=how)
+    return Parser(prog=program, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from common import parser_of, refusing, started
 from files import check_files, save
-from flags import add_engine_flags, config_of, count, join, positive, real
+from flags import add_engine_flags, config_of, count, join, positive, real, seed
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, read_config
@@ -197,7 +197,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--reference", metavar="M", help="the model to compare with (default: the same one, nothing quantized)")
     add("--compared", metavar="N", type=count, default=256, help="tokens of each text that are compared (default: 256)")
     add("--compile", action="store_true", help="compile the steps: pays off from about ten minutes on")
-    add("--seed", type=int, default=0, help="of needles, look-ups and samples (default: 0)")
+    add("--seed", metavar="S", type=seed, default=0, help="of needles, look-ups and samples (default: 0)")
     add("--json", metavar="FILE", type=Path, help="write every number")
     add("--card", metavar="F.md", type=Path, help="write the bundled model's page; needs --log")
     add("--note", metavar="TEXT", default="", help="a paragraph for the card: where this training left the recipe")

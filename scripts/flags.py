@@ -57,6 +57,13 @@ def count(text: str) -> int:
     return 0 if text.strip() == "0" else positive(text)
 
 
+def seed(text: str) -> int:
+    """A seed of random numbers."""
+    if not text.strip().isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2**63 - 1, got {text!r}")
+    return int(text)
+
+
 def threads(text: str) -> int:
     """A number of threads, of which libraries take any and then run out of memory."""
     if (found := positive(text)) > MOST_THREADS:

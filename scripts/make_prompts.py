@@ -27,7 +27,7 @@ from statistics import fmean
 
 from common import parser_of, refusing, started
 from files import check_files
-from flags import FIELDS, count, names, positive, sizes
+from flags import FIELDS, count, names, positive, seed, sizes
 from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import Tokenizer, read_config
@@ -49,7 +49,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens", metavar="S", type=sizes, help="of a stretch of a text, or of a sample of a task at most")
     add("--count", metavar="N", type=positive, help="prompts of a source (default: all; 1 of a task)")
     add("--skip", metavar="N", type=count, default=0, help="first tokens of each text that are left out (default: 0)")
-    add("--seed", metavar="N", type=count, default=0, help="of a task's first sample (default: 0)")
+    add("--seed", metavar="N", type=seed, default=0, help="of a task's first sample (default: 0)")
     add("--fields", metavar="A,B", type=names, default=[], help=FIELDS)
     add("--model", metavar="M", default="bundled", help="whose tokens are counted (default: bundled)")
     add("--score", metavar="OUT.jsonl", type=Path, help="of batch.py; nothing is made")

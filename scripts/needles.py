@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from common import parser_of, refusing, started
 from files import check_files
-from flags import add_engine_flags, add_flags, config_of, drafters, join, names_of, positive, sizes
+from flags import add_engine_flags, add_flags, config_of, drafters, join, names_of, positive, seed, sizes
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import read_config
@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kinds", metavar="K,K", type=names_of("kind", KINDS), default=list(KINDS), help=f"default: {','.join(KINDS)}")
     add("--lengths", metavar="N,N", type=sizes, default=[512, 1024, 2048], help="default: 512,1024,2048")
     add("--n", metavar="N", type=positive, default=40, help="prompts of each kind and length (default: 40)")
-    add("--seed", metavar="S", type=positive, default=1, help="of the prompts (default: 1)")
+    add("--seed", metavar="S", type=seed, default=1, help="of the prompts (default: 1)")
     add("--compile", action="store_true", help="compile the steps: pays off from some thousands of prompts on")
     add("--json", metavar="FILE", type=Path, help="keep every result here; go on from what it holds")
     add("--fresh", action="store_true", help="forget what --json holds")

@@ -29,7 +29,9 @@ def read_text(path: Path) -> str:
     try:
         return io.TextIOWrapper(io.BytesIO(found), "utf-8-sig").read()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
+        line = 1 + error.object[: error.start].count(b"\n")
+        what = f"byte {error.start}, in line {line:,}, is {error.object[error.start]:#04x}"
+        raise ValueError(f"{path} is not UTF-8 text: {what}") from None
 
 
 def digest(ids: Sequence[Any]) -> str:

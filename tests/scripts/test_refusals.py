@@ -66,7 +66,7 @@ REFUSED = {
         ("--prompt a\udcff", "--prompt: character 1 of the text is U+DCFF"),  # argv of bytes that are no UTF-8
         ("--prompt a --stop a\udcff", "stop holds U+DCFF, half a character"),
         ("--prompt a --model ''", ""),
-        ("--prompt-file {folder}/bytes.txt", "is not UTF-8 text: byte 3 is 0xe9"),
+        ("--prompt-file {folder}/bytes.txt", "is not UTF-8 text: byte 3, in line 1, is 0xe9"),
         *((f"--prompt a --threads {n}", "--threads") for n in ("0", "1000000000", "99999999999999999999")),
         ("--prompt a --prompts b.jsonl", "not allowed with"),
         ("--document {document}", "stands before prompts: give --prompt"),
@@ -208,6 +208,7 @@ REFUSED = {
     "serve.py": [
         ("--port 70000", "cannot listen at --host 127.0.0.1 --port 70000"),
         ("--host 192.0.2.1", "cannot listen at --host 192.0.2.1 --port 0"),
+        ("--host ''", "argument --host: expected a value, got an empty text"),
         ("--max-queue -1", "--max-queue: expected a whole number of at least 1, got '-1'"),
         *((f"--grace {seconds}", f"expected a number of seconds, got '{seconds}'") for seconds in ("-1", "nan", "inf")),
         ("--batch-size 0", "expected a whole number of at least 1, got '0'"),
@@ -254,6 +255,8 @@ REFUSED = {
 }
 ALIKE = [  # programs, of which each has this flag
     ("batch.py benchmark.py evaluate.py needles.py generate.py serve.py", "--model nowhere", "no folder nowhere"),
+    ("batch.py benchmark.py evaluate.py needles.py plan.py serve.py verify.py", "--model ''", "expected a value, got"),
+    ("benchmark.py evaluate.py needles.py make_prompts.py", "--seed -1", "expected a whole number from 0 to 2**63 - 1"),
     ("benchmark.py evaluate.py needles.py steps.py", "--json nowhere/x.json", "there is no folder"),
     ("batch.py benchmark.py needles.py serve.py", "--draft standalone", "needs draft_model"),
     ("batch.py benchmark.py generate.py serve.py", "--device gpu", "device must be one of auto, cpu, cuda, got 'gpu'"),

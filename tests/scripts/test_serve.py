@@ -117,14 +117,13 @@ def test_answers_are_what_the_engine_gives(served: Running, params: dict[str, An
 
 
 def test_logprobs_are_those_of_the_engine(served: Running) -> None:
-    [expected] = [one.result() for one in (served.engine.submit("It was", SamplingParams(max_tokens=12, logprobs=2)),)]
+    expected = served.engine.submit("It was", SamplingParams(max_tokens=12, logprobs=2)).result()
     whole = served.ask(**GREEDY, prompt="It was", logprobs=2).choices[0]
     assert whole.text == "".join(whole.logprobs.tokens) and len(whole.logprobs.tokens) == 12
     assert whole.logprobs.token_logprobs == [one.logprob for one in expected.logprobs]
     assert [max(top.values()) for top in whole.logprobs.top_logprobs] == whole.logprobs.token_logprobs
     hot = served.ask(model="m", prompt="It was", temperature=1.5, seed=3, logprobs=0).choices[0].logprobs
-    each = [{token: p} for token, p in zip(hot.tokens, hot.token_logprobs, strict=True)]
-    assert hot.top_logprobs == each  # that of the token itself is always there
+    assert hot.top_logprobs == [{token: p} for token, p in zip(hot.tokens, hot.token_logprobs, strict=True)]
     pieces = [piece.choices[0] for piece in served.ask(**GREEDY, prompt="It was", logprobs=2, stream=True)]
     told = [p for one in pieces if one.logprobs for p in one.logprobs.token_logprobs]
     assert told == whole.logprobs.token_logprobs
