@@ -94,7 +94,8 @@ def int4_by_sums(x: Tensor, held: Int4, bias: Tensor | None) -> Tensor:
     """x W' + bias of rows of x made integers of 15 bits with a scale for each: sums of a block, then its scale.
 
     What is kept of `x` is what `int8_linear` keeps. Blocks are added one by one, each first its numbers, then its
-    minimum times the sum of x in it, in fp32, rounded once each. This body is for comparison: it is slow.
+    minimum times the sum of x in it, in fp32, rounded once each (by plain C++, which fuses nothing, twice). This body
+    is for comparison: it is slow.
     """
     whole, own = as_integers(x.reshape(-1, x.shape[-1]))  # [M, I], [M]
     parts = whole.double().unflatten(-1, (-1, BLOCK)).unbind(1)  # [M, 32] each

@@ -83,9 +83,7 @@ def test_weights_are_packed_for_what_is_built(built: Path) -> None:
     assert said_by(engine) == tokens
 
 
-def test_a_compiler_is_asked_once_whether_it_knows_a_text_and_another_one_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_is_asked_once_if_it_knows_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, asked = tmp_path / "c++", tmp_path / "asked"
     compiler.write_text(f"#!/bin/sh\ncat > {os.devnull}\necho >> {asked}\n")
     compiler.chmod(0o755)
