@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
+from math import ceil, inf
 from operator import mul
 
 from ..config import MAX_GAMMA
@@ -40,7 +40,9 @@ FAR = 4.0  # times as slow, or as fast, that a first round may say the machine i
 HICCUP = 2.0  # times what a round was expected to take that it may have lost: the rest is the machine's
 SETTLES = 4  # rounds of another arm, or gamma, which show what it takes; later ones show how fast the machine is
 FOLLOWS = 0.3  # weight of a round in how fast the machine is
-STEADY = 8  # rounds for which what is best is not asked again, unless something was tried: asking takes time
+STEADY = 8  # rounds for which what is best is not asked again, unless something was tried: asking takes time ...
+ASKING, ASKED = 0.0004, 0.005  # ... about so many seconds, which may be this share of a run of short rounds ...
+LAST_STEADY = 64  # ... and no more rounds than these
 KNOWN = 12.0  # first drafts after which what a view gains is known
 HOPE_WEIGHT = 3.0  # number of drafts that what is hoped of a view counts as
 KIN = 8.0  # number of drafts that what arms with the same view have shown counts as for each of them
@@ -246,7 +248,8 @@ class DraftPlanner:
         if tried is None and best[1] and self._since_plain >= after:
             tried = 0, 0
         self._best = known[best]
-        self._steady = STEADY if tried is None else 0
+        asking = ceil(ASKING / (ASKED * self.of[best[0]].seconds(best[1], n_keys)))
+        self._steady = min(max(STEADY, asking), LAST_STEADY) if tried is None else 0
         if tried is None and best[1] == self.tiers[-1]:
             emitted = over_rows([*accumulate(accumulate(self.rates(best[0]), mul, initial=1.0))], self.limits)
             best = best[0], self.of[best[0]].one_further(n_keys, emitted, known[best]) or best[1]
@@ -339,9 +342,10 @@ class DraftPlanner:
 
     def _open(self, gamma: int) -> None:
         """See GammaPlanner.open: arms share the target's steps."""
-        for planner in self.of:
-            planner.open(gamma)
-        self.tiers = self.plain.tiers
+        if gamma in self.plain.further:
+            for planner in self.of:
+                planner.open(gamma)
+            self.tiers = self.plain.tiers
 
     def _follow(self, who: tuple[int, int], seconds: float, expected: float, verify: StepTimes) -> tuple[bool, float]:
         """Whether a round tells what its steps take, and how slow the machine is beside when they were timed.
