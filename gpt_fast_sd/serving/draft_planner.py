@@ -117,6 +117,7 @@ class DraftPlanner:
         self.tiers, self.arms = tuple(tiers), list(arms)
         self.of = [GammaPlanner("auto", tiers, further) for _ in arms]
         self.of_view = {arm.view: GammaPlanner("auto", tiers, further) for arm in arms}  # counts what its arms count
+        self._all = (*self.of, *self.of_view.values())
         self.ready: tuple[int, ...] = ()  # arms that were timed
         self.arm = 0  # of the round that was chosen last
         self.to_come = 0.0  # tokens of a row that the run may still bring
@@ -375,8 +376,9 @@ class DraftPlanner:
     def record_host(self, gamma: int, seconds: float, *, arm: int = 0) -> None:
         """Record a round's seconds outside its steps, which all arms share."""
         self.plain.record_host(gamma, seconds / self.slowness)
-        for planner in self.of:
-            planner.host = self.plain.host
+        if self.of[-1].host is not self.plain.host:
+            for planner in self.of:
+                planner.host = self.plain.host
 
     def _count(self, gamma: int, took: float, expected: float, accepted: Sequence[int], arm: int) -> None:
         """Count what a round took, what it lost beside the best that is known, and for its view what was accepted."""
@@ -385,10 +387,10 @@ class DraftPlanner:
         seconds = min(took, HICCUP * expected) + self.plain.host[self.plain._tier(gamma)].seconds
         self.seconds_run += seconds
         view = self.arms[arm].view if gamma and accepted else None
-        for planner in (p for i, p in enumerate(self.of) if not view or i != arm):
-            planner.fade(FADE)
-        for planner in (p for name, p in self.of_view.items() if name != view):
-            planner.fade(FADE)
+        own = (self.of[arm], self.of_view[view]) if view else ()
+        for planner in self._all:
+            if planner not in own:
+                planner.fade(FADE)
         if not view:
             return
         self._rounds[arm] += 1

@@ -371,4 +371,6 @@ class GammaPlanner:
 
     def _tier(self, gamma: int) -> int:
         """The tier nearest to a round of gamma drafts: rounds at the end of a text draft less than was chosen."""
+        if gamma in self.tiers:
+            return gamma
         return min((g for g in self.tiers if (g > 0) == (gamma > 0)), key=lambda g: (abs(g - gamma), g))

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from statistics import mean
 
 import torch
 
@@ -225,7 +224,7 @@ class Schedule:
         if policy is None:  # also where the row for which a round was chosen has ended since
             self._chosen = 0
         if self._chosen is None:  # once per round, even if its launch is delayed: a retry of drafting must count once
-            self.planner.to_come = mean(request.params.max_tokens - len(request.tokens) for _, request in live)
+            self.planner.to_come = sum(one.params.max_tokens - len(one.tokens) for _, one in live) / len(live)
             limits = [request.may_keep for _, request in live]
             self.planner.limits = limits if min(limits) < MAX_GAMMA else ()
             gamma = self.planner.choose(self.rounds.keys_read(plan))
