@@ -5,13 +5,13 @@
     python scripts/verify.py --soak 60 --kv-dtype int8 --draft quantized
     python scripts/verify.py --model smollm2 --kv-dtype int8 --draft-quantize int8 --json proof.json
 
-Five checks, each a line:
+Five checks, each a line, which says how rare a fault it would have found:
 
     greedy    tokens are those of plain decoding; an output may part from it only where the two logits are closer than
               rounding is coarse: 0.25 in bf16, 0.03 in fp16 and int8, 0.0001 in fp32 for logits up to 16, and
               twice that for each doubling (NEAR_TIE in scripts/measuring/lossless.py)
-    samples   the first two tokens of many seeds follow the target's exact distribution: a G-test on few cells, with
-              its power, the smallest total-variation distance between them that it would have found
+    samples   sampled tokens follow the target's exact distributions at every place of a round, and do not depend on
+              their neighbours: where they lie in these is uniform (a G-test), with the smallest distance that is found
     seeds     a seed gives the same tokens alone, beside others, again, in another order and in another slot
     refill    NaN or the largest numbers in all that is unused of the caches change no token
     exact     with --exact logits and tokens are those of plain decoding, bit for bit
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--text", metavar="FILE", type=Path, default=BUNDLED / "document.txt", help="to take prompts from, UTF-8")
     add("--context", metavar="N", type=positive, help=f"tokens of the longest prompt (default: {LONGEST}, or fewer)")
     add("--max-new-tokens", metavar="N", type=positive, default=32, help="of each output (default: 32)")
-    add("--samples", metavar="N", type=samples, default=2000, help="of each of two prompts (default: 2000)")
+    add("--samples", metavar="N", type=samples, default=6000, help="tokens that are sampled (default: 6000)")
     add("--soak", metavar="MINUTES", type=positive, help="random requests over all policies for so long, instead")
     add("--json", metavar="FILE", type=Path, help="write what was found there")
     who = parser.add_argument_group("who drafts")

@@ -24,7 +24,7 @@ from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.draft import Draft
 from gpt_fast_sd.model import CausalSelf, KVCache, Transformer
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.sampling import SamplingTable, draw, probabilities, uniform
+from gpt_fast_sd.sampling import Kind, SamplingTable, draw, probabilities, uniform
 from gpt_fast_sd.state import BatchState, RoundPlan
 from measuring.machine import release_memory
 
@@ -120,11 +120,10 @@ def logits_after(model: Transformer, ids: Sequence[int], last: int = 1) -> Tenso
 
 Prompts = Sequence[Sequence[int]]
 CHANCE, POWER = 1e-5, 0.99  # of failing without a cause; of finding a distance
-FOLLOWED, BINS = 2, 4  # first tokens after which the second is counted, too; bins of each distribution
-SAMPLED = 2  # prompts whose samples are tested
-RARE = 5.0  # expected counts of cells that are put together
+BINS, LEAST = 4, 40  # equal parts of distributions, and how many tokens must be at a place
 MOST = 8000.0  # the largest statistic and noncentrality that are computed with
 FREE: dict[str, Any] = {"temperature": 1.0}
+TOP = 32  # of a draft's tokens, the likeliest, whose order is noted
 OTHER_STREAM = 9  # of random numbers, which no engine uses
 FILTERED: dict[str, Any] = FREE | {"top_k": 20, "top_p": 0.9}
 
@@ -155,7 +154,10 @@ def prove(
             raise ValueError('gamma "auto" depends on measured times: name how many tokens are drafted')
         with worsened(engine):
             yield tested(greedy(engine, prompts, n_tokens), engine)
-            yield tested(samples(engine, prompts[:SAMPLED], n_samples), engine)
+            try:
+                yield tested(samples(engine, prompts, n_tokens, n_samples), engine)
+            except ArithmeticError as error:
+                yield Finding("samples", False, str(error))
             yield seeds(engine, prompts, n_tokens)
             yield refill(engine, prompts, n_tokens)
         device = engine.device
@@ -207,6 +209,12 @@ def tested(finding: Finding, engine: Engine) -> Finding:
     return replace(finding, passed=False, text=f"nothing tested: {why}")
 
 
+def seen(n: int) -> str:
+    """The power of n tokens that were compared one by one."""
+    rarest = 1 / -math.expm1(math.log1p(-POWER) / n)
+    return f"; a fault in one of {rarest:,.0f} tokens would have been found with {POWER:.0%}"
+
+
 def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     """Both ways give the same greedy tokens, or part where the logits of Engine.logits are NEAR_TIE apart at most."""
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
@@ -218,7 +226,7 @@ def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     limit = max((near_tie(one.best, *dtypes) for one in found), default=0.0)
     text = (
         f"{len(rows) - len(found)} of {len(rows)} outputs of {n_tokens} tokens are those of plain decoding "
-        f"({stats.acceptance_rate:.0%} of drafts accepted)"
+        f"({stats.acceptance_rate:.0%} of drafts accepted){seen(len(rows) * n_tokens)}"
     )
     if found:
         text += f"; {len(found) - len(wrong)} part at a near-tie, where logits are at most {limit:g} apart"
@@ -242,7 +250,7 @@ def exact(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     other = [place for place in places if not torch.equal(before[place], after[place])]
     tokens = sum(a != b for a, b in zip(plain, ours, strict=True))
     text = f"{len(places) - len(other):,} of {len(places):,} vectors of logits have the same bits"
-    text += f", and {len(plain) - tokens} of {len(plain)} outputs the same tokens"
+    text += f", and {len(plain) - tokens} of {len(plain)} outputs the same tokens{seen(len(places))}"
     return Finding("exact", not (other or tokens), text, {"vectors": len(places), "different": len(other)})
 
 
@@ -267,119 +275,6 @@ def _with_logits(
         engine.schedule.rounds.feed = feed  # type: ignore[method-assign]
 
 
-@dataclass(frozen=True)
-class Cells:
-    """A distribution of two tokens as few cells: for each likeliest first token bins of the second, and other firsts.
-
-    The bins of a distribution are of about equal probability: tokens from the likeliest on, each into the emptiest.
-    Tokens that a filter leaves out have none of their own, but a sample must not be one of them, unless rounding may
-    let it in.
-    """
-
-    first: Tensor  # int64 [V] the bin of a first token that is not followed
-    second: dict[int, Tensor]  # by first token, int64 [V] the bin of the second
-    expected: Tensor  # fp64 [(FOLLOWED + 1) * BINS], sums to 1
-    outside: dict[int | None, Tensor]  # bool [V] whether a token is left out: first ones, and second by their first
-    edges: list[Tensor]  # expected, where rounding has moved the edge of a filter outwards or inwards
-    tie: float  # the widest gap of logits that rounding may close
-
-    @classmethod
-    def of(
-        cls, logits_after: Callable[[list[int]], Tensor], prompt: Sequence[int], params: SamplingParams,
-        tie: Callable[[float], float] = lambda best: 0.0,
-    ) -> Cells:  # fmt: skip
-        """From the target's logits [V] after a text; tie: gap of logits below the best that rounding may close."""
-        ties = list[float]()
-
-        def after(*tokens: int) -> tuple[list[Tensor], Tensor]:
-            """p, p through a filter that is a little wider and one that is narrower; which tokens are left out: [V]."""
-            logits = logits_after([*prompt, *tokens])
-            gap = tie(float(logits.max()))
-            ties.append(gap)
-            found = []
-            # logits that move by e change a sum of probabilities by e / 2 at most; roundings are a quarter of a tie
-            for change in (0.0, gap / 8, -gap / 8):
-                top_p = None if params.top_p is None else min(1.0, max(1e-9, params.top_p + change))
-                table = SamplingTable.empty(1, len(logits), logits.device)
-                table.assign(0, replace(params, top_p=top_p), 0, len(logits))
-                found.append(probabilities(logits[None], table)[0].double().cpu())
-            least = logits.cpu()[found[1] > 0].min()
-            return found, (found[0] == 0) & (logits.cpu() < least - gap)
-
-        first_ones, left_out = after()
-        followed: list[int] = first_ones[0].topk(FOLLOWED).indices.tolist()
-        rests = [p.index_fill(0, torch.tensor(followed), 0.0) for p in first_ones]
-        first, second, outside = _bins(rests[0]), dict[int, Tensor](), dict[int | None, Tensor]()
-        outside[None] = left_out
-        masses = [[_sums(rest, first, BINS)] for rest in rests]
-        for token in followed:
-            then, outside[token] = after(token)
-            second[token] = _bins(then[0])
-            for one, p, then_p in zip(masses, first_ones, then, strict=True):
-                one.append(p[token] * _sums(then_p, second[token], BINS))
-        expected, *edges = (torch.cat(one) / torch.cat(one).sum() for one in masses)
-        return cls(first, second, expected, outside, edges, max(ties))
-
-    def rounding(self, n: int) -> float:
-        """What rounding may add to the statistic of n samples, at most: twice what it adds to the divergence.
-
-        Each of two tokens has probabilities that are a quarter of a tie off; and a filter's edge may lie elsewhere.
-        """
-        group = pooled(self.expected * n)
-        expected, *edges = (_sums(one, group) for one in (self.expected, *self.edges))
-        edge = max(float(torch.special.xlogy(one, one / expected).sum()) for one in edges)
-        return n * (2 * max(0.0, edge) + 2 * (self.tie / 4) ** 2)
-
-    def left_out(self, outputs: Sequence[Sequence[int]]) -> int:
-        """How many of these outputs hold a token that their filter leaves out."""
-        out = self.outside
-        return sum(bool(out[None][a]) or (a in self.second and bool(out[a][b])) for a, b, *_ in outputs)
-
-    def count(self, outputs: Sequence[Sequence[int]]) -> Tensor:
-        """How many of these outputs are in each cell: fp64, as expected."""
-        places = list(self.second)
-        cells = [
-            int(self.second[a][b]) + BINS * (1 + places.index(a)) if a in self.second else int(self.first[a])
-            for a, b, *_ in outputs
-        ]
-        return torch.bincount(torch.tensor(cells), minlength=len(self.expected)).double()
-
-
-def _bins(p: Tensor) -> Tensor:
-    """p [V] -> int64 [V], the bin of each token."""
-    mass, bins = [0.0] * BINS, torch.zeros(len(p), dtype=torch.int64)
-    values, order = p.sort(descending=True, stable=True)
-    for token, value in zip(order.tolist(), values.tolist(), strict=True):
-        bins[token] = emptiest = mass.index(min(mass))
-        mass[emptiest] += value
-    return bins
-
-
-def g_statistic(counts: Tensor, expected: Tensor) -> tuple[float, int]:
-    """2 sum O ln(O / E) and its degrees of freedom, over pooled cells."""
-    group = pooled(expected)
-    observed, awaited = _sums(counts, group), _sums(expected, group)
-    return max(0.0, 2 * float(torch.special.xlogy(observed, observed / awaited).sum())), len(awaited) - 1
-
-
-def pooled(expected: Tensor) -> Tensor:
-    """Counts that cells expect -> int64, the group of each: the smallest are put together until each expects RARE."""
-    group, sums = torch.zeros(len(expected), dtype=torch.int64), [0.0]
-    for place in expected.argsort().tolist():
-        if sums[-1] >= RARE:
-            sums.append(0.0)
-        group[place] = len(sums) - 1
-        sums[-1] += float(expected[place])
-    if len(sums) > 1 and sums[-1] < RARE:
-        group[group == len(sums) - 1] -= 1
-    return group
-
-
-def _sums(values: Tensor, group: Tensor, n: int | None = None) -> Tensor:
-    """The sum of each of n groups, or of as many as there are: values fp64 [V], int64 [V] -> fp64 [n]."""
-    return values.new_zeros(n or int(group.max()) + 1).scatter_add(0, group, values)
-
-
 def chance_of(statistic: float, freedom: int, noncentrality: float = 0.0) -> float:
     """How likely a chi-square of this freedom, central or not, is at least so large.
 
@@ -392,14 +287,17 @@ def chance_of(statistic: float, freedom: int, noncentrality: float = 0.0) -> flo
     return float((weights * tails).sum())
 
 
-def next_above(freedom: int, rounding: float = 0.0) -> float:
-    """The statistic that chance, and what rounding adds, exceed with CHANCE."""
-    return _falls_to(lambda x: chance_of(x, freedom, rounding), CHANCE)
+def next_above(freedom: int, rounding: float = 0.0, chance: float = CHANCE) -> float:
+    """The statistic that chance, and what rounding adds, exceed so often."""
+    return _falls_to(lambda x: chance_of(x, freedom, rounding), chance)
 
 
 def smallest_distance(n: int, freedom: int, rounding: float = 0.0) -> float:
-    """The distance d that n samples find with POWER: it adds at least 4 n d^2 to the statistic (Cauchy, Schwarz)."""
-    limit = next_above(freedom, rounding)
+    """The distance d that n samples find with POWER in one of four tests.
+
+    It adds at least 4 n d^2 to the statistic (Cauchy, Schwarz).
+    """
+    limit = next_above(freedom, rounding, CHANCE / 4)
     return math.sqrt(_falls_to(lambda x: 1 - chance_of(limit, freedom, x), 1 - POWER) / (4 * n))
 
 
@@ -411,54 +309,181 @@ def _falls_to(chance: Callable[[float], float], level: float) -> float:
     return high
 
 
-def samples(engine: Engine, prompts: Prompts, n: int) -> Finding:
-    """n samples of each prompt's first two tokens, half of them filtered, against the exact distributions.
+@dataclass
+class Ranks:
+    """Where sampled tokens lie in the target's distributions, by their place in a round.
 
-    Prompts take turns, so neighbours in the batch draft from other distributions; all have seeds of their own. A token
-    that its filter leaves out is wrong, however rare. ValueError if n is so large that rounding would decide.
+    A token x that tokens of mass F precede lies at F + v p(x), v drawn anew: uniform in [0, 1) if tokens follow p
+    (Rosenblatt's transform, Ann. Math. Stat. 23, 1952, randomised, as tokens are discrete), whatever their order, if it
+    is fixed before the token is drawn. So is which place it has in its round, from the first to the one after all
+    drafts: what is said of all tokens holds at each place. Nor do tokens depend on those before them.
     """
-    gamma = engine.draft.max_gamma
-    ways = [SamplingParams(max_tokens=gamma + 2, ignore_eos=True, **how) for how in (FREE, FILTERED)]
-    kinds = [(prompt, way) for prompt in prompts for way in ways]
-    each = -(-n // len(ways))
-    dtypes = dtypes_of(engine)
+
+    by_p: dict[int, list[float]] = field(default_factory=dict)  # the target's likeliest tokens come first
+    by_q: dict[int, list[float]] = field(default_factory=dict)  # the draft's: a wrong judge prefers these, or others
+    products: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # of two: mean 0, variance 1
+
+    def statistics(self) -> list[tuple[float, int]]:
+        """Chi-squares and freedoms: G of all places together, with squared correlations, and of each; by p and by q."""
+        squares = [sum(found) ** 2 / len(found) for found in self.products if len(found) >= LEAST]
+        tests = list[tuple[float, int]]()
+        for by_place in filter(None, (self.by_p, self.by_q)):
+            counts = list(counts_of(by_place).values())
+            if counts:
+                whole = g_statistic(torch.stack(counts).sum(0)) + sum(squares), BINS - 1 + len(squares)
+                tests += [whole, (sum(map(g_statistic, counts)), len(counts) * (BINS - 1))]
+        return tests
+
+
+def counts_of(by_place: dict[int, list[float]]) -> dict[int, Tensor]:
+    """By place, how many ranks lie in each of BINS equal parts: fp64 [BINS]; places of few tokens are one, -1."""
+    found = dict[int, list[float]]()
+    for place, ranks in sorted(by_place.items()):
+        found.setdefault(place if len(ranks) >= LEAST else -1, []).extend(ranks)
+    parts = {place: (torch.tensor(ranks) * BINS).long() for place, ranks in found.items() if len(ranks) >= LEAST}
+    return {place: part.clamp(max=BINS - 1).bincount(minlength=BINS).double() for place, part in parts.items()}
+
+
+def g_statistic(counts: Tensor) -> float:
+    """2 sum O ln(O / E) of counts that are expected to be equal."""
+    return max(0.0, 2 * float(torch.special.xlogy(counts, counts / counts.mean()).sum()))
+
+
+def samples(engine: Engine, prompts: Prompts, n_tokens: int, n: int) -> Finding:
+    """About n sampled tokens, half of them filtered, each against the target's exact distribution where it stands.
+
+    A token that its filter leaves out is wrong, however rare. ValueError if n is so large that rounding would decide,
+    ArithmeticError where logits are not finite.
+    """
+    length, dtypes = max(min(n_tokens, LENGTHS), engine.draft.max_gamma + 2), dtypes_of(engine)
+    ways = [SamplingParams(max_tokens=length, ignore_eos=True, **how) for how in (FREE, FILTERED)]
+    rows = [prompts[i // len(ways) % len(prompts)] for i in range(-(-n // length))]
+    asked = [replace(ways[i % len(ways)], seed=i) for i in range(len(rows))]
+    gap = near_tie(float(_finite_logits(engine, rows[0], 1).max()), *dtypes)
+    if len(rows) * length * rounding_of(gap) > MOST / 4:
+        fewer = int(MOST / 5 / rounding_of(gap))
+        raise ValueError(f"{n:,} sampled tokens would tell how {engine.dtype_name} rounds: try {fewer:,}")
+    outputs, places, first = _sampled(engine, rows, asked)
+    found, by_id, left_out, rounding = Ranks(), [list[float]()] * len(rows), 0, 0.0
+    generator = torch.Generator().manual_seed(0)
+    for i in sorted(range(len(rows)), key=lambda i: i // len(ways) % len(prompts)):  # a prompt is prefilled once
+        logits = _finite_logits(engine, [*rows[i], *outputs[i][:-1]], length)
+        gap = near_tie(float(logits.max()), *dtypes)
+        by_p, by_q, by_id[i], wrong = ranks_of(
+            logits, outputs[i], asked[i], gap, generator, [ids for _, ids in places[i]]
+        )
+        left_out, rounding = left_out + wrong, rounding + length * rounding_of(gap)
+        for (place, ids), of_p, of_q in zip(places[i], by_p, by_q, strict=True):
+            found.by_p.setdefault(place, []).append(of_p)
+            if len(ids):
+                found.by_q.setdefault(place, []).append(of_q)
+    for products, series in zip(found.products, (by_id, [[by_id[i][k] for i, k in first]]), strict=True):
+        products += [12 * (a - 0.5) * (b - 0.5) for ranks in series for a, b in itertools.pairwise(ranks)]
+    return _judged(found, len(rows) * length, left_out, rounding, engine.draft.max_gamma)
+
+
+def _sampled(
+    engine: Engine, rows: Prompts, params: Sequence[SamplingParams]
+) -> tuple[list[list[int]], list[list[tuple[int, Tensor]]], list[tuple[int, int]]]:
+    """Outputs; of each token its place in a round, and what its draft found likeliest, the best first: int64 [n].
+
+    n is 0 where there was no draft or rounds are captured. And of each round of a row its number, and where it began.
+    """
+    policy, captured = engine.policy, engine.schedule.rounds.capture
+    assert policy
+    propose, own, likeliest = policy.propose, vars(policy).get("propose"), torch.zeros(len(rows), 0, 0).long()
+
+    def noted(state: BatchState, plan: RoundPlan) -> Draft:
+        nonlocal likeliest
+        draft = propose(state, plan)
+        q, likeliest = draft.q, draft.tokens[..., None].cpu()
+        if q is not None and q.numel():
+            likeliest = q.topk(min(TOP, q.shape[-1])).indices.cpu()
+        return draft
+
+    outputs, first, slots = [list[int]() for _ in rows], list[tuple[int, int]](), dict[int, int]()
+    places, nothing = [list[tuple[int, Tensor]]() for _ in rows], torch.zeros(0).long()
+    if not captured:
+        policy.propose = noted  # type: ignore[method-assign]
     try:
-        cells = [Cells.of(partial(_finite_logits, engine), *k, lambda best: near_tie(best, *dtypes)) for k in kinds]
-    except ArithmeticError as error:
-        return Finding("samples", False, str(error))
-    rounding = sum(one.rounding(each) for one in cells)
-    if rounding > MOST / 4:
-        fewer = int(n * MOST / 5 / rounding)
-        raise ValueError(f"{n:,} samples of a prompt would tell how {engine.dtype_name} rounds: try {fewer:,}")
-    asked = [replace(kinds[i % len(kinds)][1], seed=i) for i in range(each * len(kinds))]
-    done = engine.generate([kinds[i % len(kinds)][0] for i in range(len(asked))], asked)
-    found, left_out = [], 0
-    for i, one in enumerate(cells):
-        outputs = [c.tokens for c in done[i :: len(cells)]]
-        left_out += one.left_out(outputs)
-        found.append(g_statistic(one.count(outputs), one.expected * each))
-    statistic, freedom = sum(g for g, _ in found), sum(k for _, k in found)
-    figures = {"samples": len(done), "g": statistic, "freedom": freedom, "left_out": left_out, "rounding": rounding}
-    if not freedom:
-        text = f"nothing tested: {len(done):,} samples are too few for distributions as narrow as these"
+        for event in engine.stream(rows, params):
+            slots |= {one.index: slot for slot, one in enumerate(engine.schedule.slots) if one}
+            drafts, i = likeliest[slots[event.index]], event.index
+            first.append((i, len(outputs[i])))
+            outputs[i] += event.tokens
+            places[i] += [(k, drafts[k] if k < len(drafts) else nothing) for k in range(len(event.tokens))]
+    finally:
+        if not captured:
+            del policy.propose
+            vars(policy).update({"propose": own} if own else {})
+    return outputs, places, first
+
+
+def rounding_of(tie: float) -> float:
+    """What rounding may add to the statistic for each token: logits are a quarter of a tie off, but both ways.
+
+    A quarter of that may go one way for all of a place, where twice its square bounds the divergence.
+    """
+    return 2 * (tie / 16) ** 2
+
+
+def ranks_of(
+    logits: Tensor, tokens: Sequence[int], params: SamplingParams, tie: float, generator: torch.Generator,
+    first: Sequence[Tensor] = (),
+) -> tuple[list[float], list[float], list[float], int]:  # fmt: skip
+    """The ranks of T tokens by logits [T, V], by what comes first, int64 [n] each, by id; how many are filtered out.
+
+    Rounding may move logits by a quarter of a tie, and sums of probabilities by half as much: a filter's edge, too.
+    """
+
+    filtered = Kind.of([params]).filtered
+
+    def through(top_p: float | None) -> Tensor:
+        table = SamplingTable.empty(1, logits.shape[1], logits.device)
+        table.assign(0, replace(params, top_p=top_p), 0, logits.shape[1])
+        return probabilities(logits[None], table, filtered=filtered)[0].double()
+
+    p, ids = through(params.top_p), torch.tensor(tokens)[:, None]  # [T, V], [T, 1]
+    own, place = p.gather(1, ids), torch.arange(p.shape[1])
+    v = torch.rand(len(p), generator=generator).double()
+    drafted = (place + len(place)).repeat(len(p), 1)
+    for row, those in zip(drafted, first, strict=False):
+        row[those] = torch.arange(len(those))
+    orders = (p > own) | ((p == own) & (place < ids)), drafted < drafted.gather(1, ids), place < ids
+    by_p, by_q, by_id = (((p * before).sum(1) + v * own[:, 0]).tolist() for before in orders)
+    wider = p if params.top_p is None else through(min(1.0, params.top_p + tie / 8))
+    least = logits.masked_fill(wider == 0, math.inf).amin(1)
+    return by_p, by_q, by_id, int(((own[:, 0] == 0) & (logits.gather(1, ids)[:, 0] < least - tie)).sum())
+
+
+def _judged(found: Ranks, n: int, left_out: int, rounding: float, last: int) -> Finding:
+    """What the ranks of n tokens say; rounding: what it may add to the statistic; last: the place after all drafts."""
+    counts, tests = counts_of(found.by_p), found.statistics()
+    figures = {"samples": n, "tests": tests, "left_out": left_out, "rounding": rounding}
+    figures["places"] = {place: len(ranks) for place, ranks in sorted(found.by_p.items())}
+    if not tests:
+        text = f"nothing tested: {n:,} sampled tokens are too few"
         return Finding("samples", False, text, figures)
-    chance = chance_of(statistic, freedom, rounding)
-    in_all, in_one = (smallest_distance(count, freedom, rounding) for count in (len(done), each))
+    chance = min(1.0, len(tests) * min(chance_of(*one, rounding) for one in tests))
+    sizes = sum(int(c.sum()) for c in counts.values()), min(int(c.sum()) for c in counts.values())
+    in_all, in_one = (smallest_distance(m, k, rounding) for m, (_, k) in zip(sizes, tests, strict=False))
     text = (
-        f"{len(done):,} samples in cells against {len(cells)} exact distributions: p = {chance:.2g} (fails below "
-        f"{CHANCE:g}); a distance of {in_all:.1%} in all of them, or {in_one:.1%} in one, would have been found with "
-        f"{POWER:.0%}"
+        f"{n:,} sampled tokens at {len(counts)} places of a round against their exact distributions: p = {chance:.2g} "
+        f"(fails below {CHANCE:g}); a distance of {in_all:.1%} in all of them, or {in_one:.1%} at the rarest place, "
+        f"would have been found with {POWER:.0%}"
     )
+    if last not in counts:
+        text += f"; too few rounds kept all {last} drafts to test what follows those"
     if left_out:
-        text += f"; {left_out:,} hold a token that their filter leaves out"
+        text += f"; {left_out:,} tokens are ones that their filter leaves out"
     figures |= {"p": chance, "finds_in_all": in_all, "finds_in_one": in_one}
     return Finding("samples", chance >= CHANCE and not left_out, text, figures)
 
 
-def _finite_logits(engine: Engine, ids: list[int]) -> Tensor:
-    """The target's logits [V] after a text; ArithmeticError if one is NaN or infinitely large."""
-    logits = engine.logits(ids, last=1)[0]
-    if not logits.max() < math.inf:
+def _finite_logits(engine: Engine, ids: Sequence[int], last: int) -> Tensor:
+    """The target's logits [last, V] after a text; ArithmeticError if one is NaN or infinitely large."""
+    logits = engine.logits(ids, last=last)
+    if not logits.amax(-1).isfinite().all():
         raise ArithmeticError(f"the target's logits after {len(ids):,} tokens are not finite")
     return logits
 
@@ -481,6 +506,7 @@ def seeds(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
         different += [f"row {i} alone"] if alone[i] != first[i] else []
     where_to = f", in {moved} other slots" if moved else "; no row came to another slot, which is not tested"
     text = f"{len(order)} rows: the same tokens alone, beside others, again, in another order{where_to}"
+    text += seen(4 * len(order) * n_tokens)
     if different:
         text = f"{len(different)} of {4 * len(order)} outputs are others: {', '.join(different[:3])}"
     return Finding("seeds", not different, text, {"rows": len(order), "different": different, "moved": moved})
@@ -496,6 +522,7 @@ def refill(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
         different |= {i for i in order if tokens[i] != clean[i]}
     poison_all(engine, 0.0)
     text = f"{len(order)} rows: the same tokens over {poisoned:,} poisoned numbers, and in slots poisoned between rows"
+    text += seen(2 * len(order) * n_tokens)
     if different:
         text = f"{len(different)} of {len(order)} rows change over poisoned caches: {sorted(different)[:5]}"
     return Finding("refill", not different, text, {"rows": len(order), "different": sorted(different)})
