@@ -45,16 +45,18 @@ def test_one_process_is_a_mesh_of_one_without_a_process_group_and_needs_no_colle
 
 
 @pytest.mark.usefixtures("_alone")
-def test_a_tp_that_does_not_divide_the_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"one process was started, got tp 2: torchrun --nproc_per_node=2"):
+def test_a_split_or_device_that_the_processes_do_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="one process was started, got tp 2: torchrun --nproc_per_node=2"):
         start(2, "cpu")
+    with pytest.raises(ValueError, match="draft_tp must divide tp, got draft_tp 2 and tp 1"):
+        tiny_engine(DraftConfig(policy="standalone", draft_model="small", draft_tp=2), tiny_model())
+    with pytest.raises(ValueError, match="device 'cuda' was requested, but the processes were started for 'cpu'"):
+        Engine.from_pretrained("bundled", EngineConfig(device="cuda", compile=False), parallel=start(device="cpu"))
     monkeypatch.setenv("WORLD_SIZE", "6")
-    with pytest.raises(ValueError, match=r"tp must divide .* 6 processes were started, got tp 4"):
-        start(4, "cpu")
-    with pytest.raises(ValueError, match="got tp 0"):
-        start(0, "cpu")
-    with pytest.raises(ValueError, match="device must be one of auto, cpu, cuda, got 'tpu'"):
-        start(1, "tpu")
+    for tp, device, said in ((4, "cpu", "tp must divide .* 6 processes were started, got tp 4"), (0, "cpu", "got tp 0"),
+                             (1, "tpu", "device must be one of auto, cpu, cuda, got 'tpu'")):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            start(tp, device)
 
 
 @pytest.mark.parametrize(
@@ -168,15 +170,3 @@ def test_a_draft_group_is_a_part_of_the_targets_ranks(as_one_of: Parallel) -> No
     for wrong in (0, 3, 16):
         with pytest.raises(ValueError, match=f"draft_tp must divide tp, got draft_tp {wrong} and tp 8"):
             as_one_of.smaller_group(wrong)
-
-
-def test_draft_tp_is_refused_where_nothing_can_be_split() -> None:
-    draft = DraftConfig(policy="standalone", draft_model="small", draft_tp=2)
-    with pytest.raises(ValueError, match="draft_tp must divide tp, got draft_tp 2 and tp 1"):
-        tiny_engine(draft, tiny_model())
-
-
-def test_the_processes_device_is_the_engines() -> None:
-    config = EngineConfig(device="cuda", compile=False)
-    with pytest.raises(ValueError, match="device 'cuda' was requested, but the processes were started for 'cpu'"):
-        Engine.from_pretrained("bundled", config, parallel=start(device="cpu"))
