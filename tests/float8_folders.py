@@ -105,8 +105,7 @@ def save_float8(
     plain: parts of names of what stays bf16. extra: further tensors. changes: of quantization_config.
     """
     said, scaled = READ[kind]
-    source = tiny_model(config or tiny_config(), dtype=torch.bfloat16)
-    save_hugging_face(source, folder, dtype=torch.bfloat16)
+    save_hugging_face(tiny_model(config or tiny_config(), dtype=torch.bfloat16), folder, dtype=torch.bfloat16)
     stored, meant = load_file(folder / "model.safetensors"), {}
     for name, weight in list(stored.items()):
         meant[name] = weight.float()

@@ -178,8 +178,7 @@ def entry(**changes: object) -> bytes:
 )
 def test_a_header_that_lies_or_is_no_json_object_is_refused(header: bytes, said: str, tmp_path: Path) -> None:
     save(tmp_path)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(128))
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(128))
     assert re.search(rf"model\.safetensors is damaged or incomplete: .*{said}", refusal(tmp_path))
 
 
@@ -352,14 +351,6 @@ def test_a_file_outside_the_folder_is_not_read_whoever_names_it(outside: str, tm
     assert "which is no file of its own folder" in refusal(tmp_path / "model")
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("name", [Q, K, "model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
-def test_a_weight_that_is_no_finite_number_is_refused_by_its_name(name: str, bad: float, tmp_path: Path) -> None:
-    save(tmp_path)
-    change(tmp_path, lambda tensors: tensors[name].view(-1)[-1:].fill_(bad))
-    assert refusal(tmp_path) == f"{tmp_path / 'model.safetensors'}: {name} holds {bad} as float32"
-
-
 def test_a_weight_that_overflows_the_dtype_is_refused_and_large_ones_are_read(tmp_path: Path) -> None:
     save(tmp_path)
     change(tmp_path, lambda tensors: tensors[Q].fill_(3e38))  # their sum is infinite
@@ -387,9 +378,13 @@ def test_few_rows_at_a_time_are_widened_to_find_infinities(tmp_path: Path, monke
          r"/model\.safetensors: config\.json's model has no place for \w+ and 1 more tensors"),
         (lambda tensors: tensors.update({Q: torch.zeros(40, 32)}),
          rf"/model\.safetensors: {Q} has shape \[40, 32\], but config\.json asks for \[48, 32\]"),
+        *((lambda tensors, name=name, bad=bad: tensors[name].view(-1)[-1:].fill_(bad),
+           rf"/model\.safetensors: {re.escape(name)} holds {bad} as float32")
+          for name in (Q, K, "model.norm.weight", "model.layers.1.mlp.up_proj.weight")
+          for bad in (torch.nan, torch.inf, -torch.inf)),
     ],
 )  # fmt: skip
-def test_a_tensor_missing_without_a_place_or_of_another_shape_is_named(
+def test_a_tensor_missing_without_a_place_of_another_shape_or_not_finite_is_named(
     edit: Callable[[dict[str, Tensor]], object], said: str, tmp_path: Path
 ) -> None:
     save(tmp_path)
@@ -522,8 +517,7 @@ def test_what_is_behind_a_colon_is_a_gguf_file_of_hub_or_cache(asked: str, tmp_p
 
 def rows_of(model: Transformer, meant: dict[str, Tensor], name: str) -> list[Tensor]:
     """What a parameter of a model should hold: the rows of its stored tensors, in their order."""
-    layout = models.name_table(model.config)[name]
-    units = [meant[stored].unflatten(0, (-1, rows)) for stored, rows, _ in layout]
+    units = [meant[stored].unflatten(0, (-1, rows)) for stored, rows, _ in models.name_table(model.config)[name]]
     return [part for unit in zip(*units, strict=True) for part in unit]
 
 
@@ -541,7 +535,10 @@ class Keeper:
 
 @pytest.mark.parametrize("kind", READ)
 def test_weights_in_float8_are_dequantized_row_by_row_or_kept_with_a_scale_for_each(kind: str, tmp_path: Path) -> None:
-    meant, keep = save_float8(tmp_path, kind), Keeper()
+    # what concerns activations or a cache is not read
+    names = ["q_proj.input_scale", "k_proj.input_scale_ub", "k_scale", "v_scale", "q_scale", "o_proj.output_scale"]
+    unread = {f"model.layers.0.self_attn.{name}": torch.ones(1) for name in names}
+    meant, keep = save_float8(tmp_path, kind, extra=unread), Keeper()
     for dtype in (torch.float32, torch.bfloat16):
         model = load_model(tmp_path, dtype=dtype)
         for name, parameter in model.named_parameters():
@@ -581,12 +578,6 @@ def test_what_a_checkpoint_ignores_keeps_its_dtype_and_is_found(tmp_path: Path) 
     assert len(keep.kept) == 7 and "layers.1.feed_forward.w_out.weight" not in keep.kept
     expected = meant["model.layers.1.mlp.down_proj.weight"]
     assert model.get_parameter("layers.1.feed_forward.w_out.weight").equal(expected.bfloat16())
-
-
-def test_what_concerns_activations_or_a_cache_is_not_read(tmp_path: Path) -> None:
-    names = ["q_proj.input_scale", "k_proj.input_scale_ub", "k_scale", "v_scale", "q_scale", "o_proj.output_scale"]
-    save_float8(tmp_path, extra={f"model.layers.0.self_attn.{name}": torch.ones(1) for name in names})
-    load_model(tmp_path)
 
 
 @pytest.mark.parametrize(("said", "named"), REFUSED, ids=[named for _, named in REFUSED])

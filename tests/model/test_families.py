@@ -86,8 +86,7 @@ def test_logits_equal_transformers_which_reads_what_is_saved(case: str, tmp_path
     assert_same_logits(theirs, tmp_path / "theirs")
     ours = load_model(tmp_path / "theirs")
     save_hugging_face(ours, tmp_path / "ours", dtype=torch.float32, extra_config={"note": "kept"})
-    raw = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert raw["note"] == "kept"
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["note"] == "kept"
     assert read_config(tmp_path / "ours") == ours.config
     how = {"attn_implementation": "eager", "dtype": torch.float32}
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **how)

@@ -362,12 +362,9 @@ def test_a_field_or_tensor_that_makes_no_sense_is_refused_by_name(family: str, h
     assert re.search(said, say(made(family, how=how, tie_word_embeddings="tensors" in how)))
 
 
-def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
-    path = write_parts(tmp_path / "model.gguf", "mamba", {}, {})
+def test_an_unknown_architecture_or_a_vocabulary_unlike_the_embedding_is_refused(made: Make, tmp_path: Path) -> None:
+    path = write_parts(tmp_path / "other.gguf", "mamba", {}, {})
     assert "general.architecture is 'mamba', but it must be one of llama, qwen2, qwen3" in say(path)
-
-
-def test_a_vocabulary_that_disagrees_with_the_embedding_is_refused(made: Make) -> None:
     for n in (299, 301):
         path = made(how={"fields": byte_pair_fields(n)}, vocab_size=300)
         assert f"tokenizer.ggml.tokens has {n} entries, but token_embd.weight has 300 rows" in say(path)

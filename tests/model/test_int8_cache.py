@@ -88,8 +88,7 @@ def test_a_position_takes_its_numbers_and_a_scale_a_head_and_drafts_of_planes_ha
     assert int8 / bf16 == pytest.approx(share, abs=1e-9) and planes == int8
     for form, cache in caches.items():
         assert config.kv_bytes_per_token(FORMATS[form].element_bytes(config.head_dim)) == cache.bytes_per_token
-        held = sum(buffer.nbytes for buffer in cache.buffers)
-        assert cache.bytes_per_token == held // cache.layers[0].k.shape[2]
+        assert cache.bytes_per_token == sum(buffer.nbytes for buffer in cache.buffers) // cache.layers[0].k.shape[2]
     drafts, per_head = caches["planes"].with_tail(64), 2 * config.n_layers * config.n_kv_heads
     assert drafts.bytes_read(1000) == per_head * (1000 * (config.head_dim // 2 + 2) + 64 * config.head_dim // 2)
     assert drafts.bytes_read(10) == caches["planes"].bytes_read(10) == 10 * planes

@@ -90,8 +90,7 @@ def test_yarn_extends_the_positions_and_never_takes_any(stated: int, scaling: di
 @pytest.mark.parametrize("option", OPTIONS)
 def test_writing_and_reading_yarn_changes_nothing(option: str) -> None:
     config = ModelConfig.from_hugging_face(LLAMA | {"rope_scaling": YARN | OPTIONS[option]}, "config.json")
-    raw = json.loads(json.dumps(config.to_hugging_face()))
-    assert ModelConfig.from_hugging_face(raw, "config.json") == config
+    assert ModelConfig.from_hugging_face(json.loads(json.dumps(config.to_hugging_face())), "config.json") == config
 
 
 def test_positions_that_a_file_cannot_say_are_not_written() -> None:
