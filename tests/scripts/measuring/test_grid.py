@@ -59,8 +59,7 @@ def test_an_engine_that_changes_its_draft_is_the_engine_that_was_built_with_it(p
     changing = Engine(model, ByteTokenizer(), config)
     plain = [c.tokens for c in changing.generate(prompts, params)]
     for other in ("guided", policy):
-        setting = Setting(policy=other, budget=None if other == "lookup" else 64)
-        draft = setting.draft(3, {"draft_model": "a folder"})
+        draft = Setting(policy=other, budget=None if other == "lookup" else 64).draft(3, {"draft_model": "a folder"})
         changing.redraft(draft, small if draft.draft_model else None)
         changed = changing.generate(prompts, params)
     assert changing.stats.prefill_tokens == 0

@@ -24,8 +24,7 @@ def test_a_case_fits_its_length_and_its_answer_stands_far_back(kind: str, length
         assert length - 40 <= len(case.prompt) + case.new_tokens <= length
         text = tokenizer.decode(case.prompt)
         if isinstance(case.answer, str):
-            place = text.index(case.answer)
-            assert text.count(case.answer) == 1 and place < 0.6 * len(text)
+            assert text.count(case.answer) == 1 and text.index(case.answer) < 0.6 * len(text)
         elif case.answer is not None:
             n = len(case.answer)
             places = [i for i in range(len(case.prompt)) if case.prompt[i : i + n] == case.answer]

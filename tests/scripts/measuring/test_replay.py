@@ -47,8 +47,7 @@ def test_rows_differ_and_each_keeps_its_own_chance() -> None:
 
 
 def test_a_replayed_verdict_keeps_what_the_table_says_row_after_row_and_wraps_round() -> None:
-    table = torch.tensor([[0, 3, 2], [2, 1, 0]])
-    replay = Replay(table)
+    replay = Replay(torch.tensor([[0, 3, 2], [2, 1, 0]]))
     drafted = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
     result = AcceptResult(torch.tensor([1, 1, 2]), torch.tensor([100, 200, 300]))
     max_accept = torch.full((3,), 3)
@@ -64,8 +63,7 @@ def test_a_replayed_verdict_keeps_what_the_table_says_row_after_row_and_wraps_ro
     # it stays below the cap, and plain rounds do not move the table
     replay = Replay(torch.tensor([[3, 3], [1, 1]]))
     result = AcceptResult(torch.tensor([0, 0]), torch.tensor([8, 9]))
-    plain = replay.apply(result, torch.empty(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
-    assert plain is result
+    assert replay.apply(result, torch.empty(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)) is result
     capped = replay.apply(result, torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([2, 0]))
     assert capped.n_accepted.tolist() == [2, 0]
     assert capped.next_token.tolist() == [3, 9]

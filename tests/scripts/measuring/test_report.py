@@ -116,12 +116,9 @@ def test_a_page_holds_the_printed_texts_and_counts_that_agree_with_the_stats(pol
         assert (request["views"] is None) == (policy == "off")
 
 
-def test_a_character_of_several_tokens_stands_where_its_last_byte_came() -> None:
+def test_a_character_stands_where_its_last_byte_came_and_a_refused_one_as_it_would_have_been() -> None:
     (request,) = run_of(story("a\U0001f642b"))["requests"]
     assert [part[1] for part in request["rounds"]] == [["a", "", ""], ["", "\U0001f642", "b"]]
-
-
-def test_what_was_refused_is_the_text_that_it_would_have_been_in_its_place() -> None:
     html = story("a\u00e9", refused=b"\xa8x\xc3")  # behind a and C3, where the target wrote A9; C3 ends no character
     (request,) = run_of(html)["requests"]
     assert request["rounds"][0][4] == ["\u00e8", "x", "#195"]
@@ -176,8 +173,7 @@ def test_a_page_stays_small_and_says_what_it_leaves_out(shape: tuple[int, int], 
 
 def test_only_nothing_at_all_is_drawn_as_nothing() -> None:
     shares = np.array([0.0, 1e-6, 1 / 63, 0.5, 1.0])
-    values = [bytes(DIGITS).index(digit.encode()) for digit in digits(shares)]
-    assert values == [0, 1, 1, 32, 63]
+    assert [bytes(DIGITS).index(digit.encode()) for digit in digits(shares)] == [0, 1, 1, 32, 63]
     assert len(set(bytes(DIGITS))) == 64
 
 

@@ -168,11 +168,10 @@ def test_a_crossing_is_where_the_line_stays_above_over_log2_of_the_context(
 
 def test_the_critical_length_is_where_the_speedup_begins_to_grow_with_the_batch() -> None:
     """As MagicDec's figure: it falls with the batch at 1K, does not change at 2K, and rises at 8K."""
-    table = {1000: [0.8, 0.7, 0.6], 2000: [0.9, 0.9, 0.9], 8000: [1.0, 1.4, 1.8]}
     points = [
         {"batch": batch, "context": context, "policy": "streaming", "budget": 256, "gamma": 6,
          "speedup": {"steady": {"median": steady}, "completion": {"median": 0.0}}}
-        for context, row in table.items()
+        for context, row in {1000: [0.8, 0.7, 0.6], 2000: [0.9, 0.9, 0.9], 8000: [1.0, 1.4, 1.8]}.items()
         for batch, steady in zip((1, 4, 16), row, strict=True)
     ]  # fmt: skip
     *evens, critical = lengths_of(points)
