@@ -102,8 +102,7 @@ def test_a_captured_plan_compiles_nothing_that_a_warm_up_has_not(policy: str, mo
             for gamma in one.schedule.gammas:
                 for in_view in (512, 1024, one.cache.capacity):
                     one.cache.seq_len.fill_(300)
-                    plan = RoundPlan(gamma=gamma, n_keys=in_view - gamma, kind=kind, captured=True)
-                    rounds.device_round(plan)
+                    rounds.device_round(RoundPlan(gamma=gamma, n_keys=in_view - gamma, kind=kind, captured=True))
     of_steps = rounds.decode.graphs
     one.logits(PROMPTS[0], last=1)  # of the graph that rounds have
     assert rounds.graphs + policy_.graphs == before > 0 and rounds.decode.graphs == of_steps > 0
@@ -133,8 +132,7 @@ def test_a_slow_host_is_charged_where_the_device_waits_for_it(cuda: Cuda, monkey
     by_its_clock(cuda, monkeypatch)
     after(monkeypatch, cuda, 0.03, one.schedule.rounds, "launch")
     tokens(one)
-    assert one.stats.decode_seconds == pytest.approx(one.stats.rounds * 0.03, rel=0.4)
-    assert one.stats.decode_seconds >= one.stats.rounds * 0.03
+    assert 1 <= one.stats.decode_seconds / (one.stats.rounds * 0.03) <= 1.4
 
 
 def test_the_planner_learns_what_the_device_took_and_nothing_of_captures(cuda: Cuda, monkeypatch: Patch) -> None:
@@ -156,8 +154,7 @@ def test_a_capture_of_a_refresh_alone_is_time_of_no_round(cuda: Cuda, monkeypatc
     monkeypatch.setattr(one.schedule.planner, "record_whole", lambda *args, **arm: learned.append(args[2]))
     by_its_clock(cuda, monkeypatch, slow=1000.0)
     one.generate([random_ids(80)], dataclasses.replace(PARAMS, max_tokens=40))
-    keys = {key[0] for key in one.schedule.rounds._captured}
-    assert "refresh" in keys and one.stats.capture_seconds >= 2000
+    assert "refresh" in {key[0] for key in one.schedule.rounds._captured} and one.stats.capture_seconds >= 2000
     assert one.stats.decode_seconds < 10 and all(seconds is None or seconds < 10 for seconds in learned)
 
 
@@ -183,8 +180,7 @@ def test_a_first_round_of_a_kind_teaches_nothing(cuda: Cuda, monkeypatch: Patch)
         return round_
 
     monkeypatch.setattr(one.schedule.rounds, "launch", noted)
-    sampled = dataclasses.replace(PARAMS, temperature=0.9, seed=1)
-    list(one.stream(iter([(PROMPTS[0], sampled)])))
+    list(one.stream(iter([(PROMPTS[0], dataclasses.replace(PARAMS, temperature=0.9, seed=1))])))
     assert usual[:2] == [False, False] and all(usual[2:]) and len(usual) > 3
 
 

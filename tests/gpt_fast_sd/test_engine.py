@@ -246,13 +246,10 @@ def test_a_prompt_that_cannot_run_is_refused_before_any_work(prompts: Any, param
     assert one.cache.seq_len.tolist() == [0] * 4
 
 
-def test_a_text_alone_is_one_prompt() -> None:
+def test_a_text_alone_is_one_prompt_and_one_of_no_tokens_is_refused() -> None:
     one, params = engine(tokenizer=ByteTokenizer()), SamplingParams(max_tokens=4)
     assert [c.tokens for c in one.generate("text", params)] == [c.tokens for c in one.generate(["text"], params)]
     assert [event.index for event in one.stream("text", params)] == [0] * 4
-
-
-def test_a_text_of_no_tokens_is_refused() -> None:
     one = engine(tokenizer=type("Deaf", (ByteTokenizer,), {"encode": lambda self, text, *, bos=True: []})())
     with pytest.raises(ValueError, match="prompt 0"):
         one.generate(["text"], SamplingParams(max_tokens=1))

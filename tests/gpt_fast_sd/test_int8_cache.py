@@ -191,8 +191,7 @@ def test_the_bundled_model_says_nearly_as_much_of_its_document_with_an_int8_cach
     said = torch.tensor(ids[512:])
     nll = {dtype: float(torch.nn.functional.cross_entropy(x, said)) for dtype, x in logits.items()}
     assert abs(math.exp(nll[torch.int8] - nll[torch.float32]) - 1) < 3e-3
-    agreed = (logits[torch.int8].argmax(-1) == logits[torch.float32].argmax(-1)).float().mean()
-    assert agreed >= 0.985
+    assert (logits[torch.int8].argmax(-1) == logits[torch.float32].argmax(-1)).float().mean() >= 0.985
 
 
 def qwen2(bias: float = 0, dtype: torch.dtype = torch.float32, *, queries: float = 0.01, **changes: Any) -> Transformer:
@@ -283,8 +282,7 @@ def test_keys_that_leave_most_dimensions_unused_are_stored_as_well_as_others(kv_
         for x in (layer.attention.wqkv.weight, layer.attention.wqkv.bias):  # type: ignore[union-attr]
             x.data.unflatten(0, (-1, group + 2, 2, 32))[:, group, :, used // 2 :] = 0  # type: ignore[operator]
     truth = cached_logits(model, ids, torch.float32)[-20:]
-    off = engine(model=model, kv_dtype=kv_dtype).logits(ids, last=20) - truth
-    assert off.norm() < error * truth.norm()
+    assert (engine(model=model, kv_dtype=kv_dtype).logits(ids, last=20) - truth).norm() < error * truth.norm()
 
 
 def test_queries_of_biased_keys_have_two_bytes_where_others_have_one() -> None:
@@ -307,8 +305,7 @@ def test_queries_of_biased_keys_have_two_bytes_where_others_have_one() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": False, "qk_norm": True}], ids=str)
 def test_models_without_such_biases_are_left_alone(changes: dict[str, Any]) -> None:
-    config = tiny_config(**changes)
-    model, before = tiny_model(config), tiny_model(config)
+    model, before = (tiny_model(tiny_config(**changes)) for _ in range(2))
     quantize.equalize_keys(model)
     assert all(map(torch.equal, model.parameters(), before.parameters()))
 

@@ -75,12 +75,13 @@ def test_caches_and_selections_take_what_the_plan_says(policy: str, kv_dtype: st
     assert sum(x.nbytes for x in own) <= expected.policy <= 1.5 * sum(x.nbytes for x in own) + 2 * 3 * 2 * 96 * 8
 
 
-def test_a_device_keeps_a_reserve_for_what_is_allocated_outside_torch() -> None:
+def test_a_device_keeps_a_reserve_for_what_is_allocated_outside_torch_and_a_rank_its_share_of_weights() -> None:
     alone, shared = plan(16, 57_344), plan(16, 57_344, groups=2)
     assert alone.reserve == GIB + int(0.015 * 140 * GIB)
     assert shared.total - alone.total == shared.reserve - alone.reserve == 2 * GIB
     on_cpu = plan_of(EngineConfig(), DraftConfig(), LLAMA, groups=2, whole=140 * GIB)
     assert on_cpu.reserve == on_cpu.graphs == 0
+    assert bytes_of_weights(LLAMA, 8, 2, None, CUDA) == LLAMA.n_params // 8 * 2  # of eight ranks
 
 
 def test_captured_rounds_are_planned_for_by_the_launches_of_all_that_may_be_held() -> None:
@@ -92,8 +93,7 @@ def test_captured_rounds_are_planned_for_by_the_launches_of_all_that_may_be_held
     assert auto == MOST_STEPS * launches and 300 <= launches <= 500  # a step of 32 layers
     assert fixed == 3 * (1 + 9) * launches  # of one view, whose graphs of a wider kind serve narrower ones
     assert plain == 3 * 8 * launches  # three kinds of sampling over views of 512 to 65,536: there are no more
-    short = plan(16, 500, "streaming", gamma=1).graphs // NODE
-    assert short == 3 * (1 + 2) * launches  # one view
+    assert plan(16, 500, "streaming", gamma=1).graphs // NODE == 3 * (1 + 2) * launches  # one view
     few, many = (plan(n, 500, "streaming", gamma=1, quantize="int8").graphs // NODE for n in (128, 129))
     assert many - few == 3 * (1 + 2) * 4 * 32  # copies of weights for more than 256 rows of a step
     uncaptured = plan_of(EngineConfig(cuda_graphs="off"), DraftConfig(), LLAMA, device=CUDA, whole=GIB)
@@ -110,10 +110,6 @@ def test_captured_rounds_have_memory_that_prompts_cannot_use() -> None:
     assert plan(16, 57_344, "streaming").added_to(plan(16, 57_344)).captured > 0  # what drafts adds
     streaming, snapkv = (plan(16, 57_344, policy, budget=2048) for policy in ("streaming", "snapkv"))
     assert snapkv.captured > streaming.captured  # its observing pass is captured, too
-
-
-def test_a_rank_holds_its_share_of_the_weights() -> None:
-    assert bytes_of_weights(LLAMA, 8, 2, None, CUDA) == LLAMA.n_params // 8 * 2
 
 
 # ---- what sampling holds ---------------------------------------------------------------------------------------------
@@ -255,15 +251,12 @@ def test_the_refusal_names_every_size_what_is_missing_and_what_would_fit() -> No
     assert fitting == longest == [True, False]
 
 
-def test_one_byte_too_few_is_refused_and_what_cannot_be_told_is_not() -> None:
+def test_one_byte_too_few_is_refused_what_cannot_be_told_is_not_and_one_slot_is_told_how_short_to_be() -> None:
     wanted = plan(8, 57_344)
     wanted.check(wanted.total)
     wanted.check(None)
     with pytest.raises(ValueError, match=r"short of that; batch_size 7 or max_seq_len 57,088 would fit"):
         wanted.check(wanted.total - 1)
-
-
-def test_one_slot_that_does_not_fit_is_told_how_short_to_be() -> None:
     with pytest.raises(ValueError, match=r"not even one slot fits: lower max_seq_len to [0-9,]+$") as refusal:
         plan(1, 131_072).check(30 * GIB)
     tokens = int(str(refusal.value).split()[-1].replace(",", ""))

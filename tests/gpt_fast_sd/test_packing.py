@@ -59,8 +59,7 @@ def test_a_block_is_nearer_than_its_ends_cut_into_fifteen_steps_however_large_it
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_a_row_is_quantized_alone_whatever_its_size(dtype: torch.dtype) -> None:
-    sizes = torch.tensor([1.0, 1e-4, 3e-5, 7.0, 1e3])
-    weight = (weight_of(5, 96) * sizes[:, None]).to(dtype)
+    weight = (weight_of(5, 96) * torch.tensor([1.0, 1e-4, 3e-5, 7.0, 1e3])[:, None]).to(dtype)
     whole = quantize_blocks(weight)
     error = (dequantize_blocks(whole, torch.float32) - weight.float()).norm(dim=1) / weight.float().norm(dim=1)
     # steps of a fifteenth of a block's range, four deviations; in fp16 3e-5 has few digits itself
@@ -384,11 +383,14 @@ def test_pytorch_multiplies_what_no_kernel_serves(kind: str, n_out: int, n_in: i
     assert linear(x).equal(expected) and expected.dtype == dtype
 
 
-def test_packing_twice_packs_once_and_inputs_that_64_does_not_divide_are_not_summed() -> None:
-    linear, other = packed("bf16", 64, 64), linear_of("int4", 64, 96)
+def test_what_is_packed_is_neither_packed_nor_quantized_again_and_inputs_of_96_are_not_summed() -> None:
+    linear, other, model = packed("bf16", 64, 64), linear_of("int4", 64, 96), model_of(n_layers=1)
     weight = linear.weight.clone()
     assert not packing.pack_linears(linear) and linear.weight.equal(weight)
     assert packing.pack_linears(other, few_rows=True) and type(other) is packing.PackedInt4Linear
+    pack_or_skip(model)
+    with pytest.raises(ValueError, match="packed"):
+        tiny_engine(model=model, compile=True, quantize="int8")
 
 
 @pytest.mark.parametrize("decodes", few([False, True], [False]))
@@ -428,13 +430,6 @@ def test_a_weight_that_two_models_share_is_read_as_it_was_packed(few_rows: bool)
     packing.pack_linears(nn.Sequential(other), few_rows=not few_rows)
     assert other(x).equal(one(x))
     torch.testing.assert_close(other(x), expected, rtol=2**-6, atol=1e-2)
-
-
-def test_quantizing_packed_weights_is_refused() -> None:
-    model = model_of(n_layers=1)
-    pack_or_skip(model)
-    with pytest.raises(ValueError, match="packed"):
-        tiny_engine(model=model, compile=True, quantize="int8")
 
 
 @kinds

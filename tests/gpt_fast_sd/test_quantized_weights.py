@@ -114,8 +114,7 @@ def test_layers_of_a_target_are_quantized_and_say_nearly_the_same(name: str, lea
     quantize(model, name)
     assert [precision_of(m) for m in linears_of(model)] == [name] * 4 * 2 + [None]
     assert model.output.weight is head
-    error = (whole_text_logits(model, ids).float() - plain).norm() / plain.norm()
-    assert least < error < most
+    assert least < (whole_text_logits(model, ids).float() - plain).norm() / plain.norm() < most
     before = linears_of(model)
     quantize(model, name)  # once more changes nothing
     assert all(m is was for m, was in zip(linears_of(model), before, strict=True))
@@ -234,8 +233,7 @@ def test_making_a_copy_takes_no_more_than_is_planned(name: str, monkeypatch: pyt
     for module in (precisions, workspace, ops_int8):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 256)
     one = tiny_engine(model=model_of(**WIDE, n_layers=1), batch_size=1, max_seq_len=300)
-    draft = DraftConfig(policy="full", gamma=1, quantize=name)
-    plan = one._plan_of(draft, None)
+    plan = one._plan_of(DraftConfig(policy="full", gamma=1, quantize=name), None)
     with LiveBytes() as live:
         copy = draft_copy(one.model, name)
     own = bytes_held(copy) - sum(p.nbytes for p in one.model.parameters() if any(p is q for q in copy.parameters()))
@@ -330,7 +328,10 @@ def test_weights_that_are_stored_in_float8_stay_so_where_it_runs(kind: str, tmp_
     assert len(one.generate([random_ids(20)], SamplingParams(max_tokens=4))[0].tokens) == 4
 
 
-def test_float8_that_does_not_run_is_dequantized_and_it_is_said_once(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*dequantized")
+def test_float8_that_does_not_run_is_dequantized_as_is_said_once_and_a_cache_is_left_to_the_user(
+    tmp_path: Path,
+) -> None:
     meant = save_float8(tmp_path, config=WHOLE)
     with pytest.warns(UserWarning) as said:
         loaded = loaded_from(tmp_path)
@@ -342,6 +343,9 @@ def test_float8_that_does_not_run_is_dequantized_and_it_is_said_once(tmp_path: P
     with pytest.warns(UserWarning, match="dequantized as they are read: --quantize int8"):
         loaded = loaded_from(tmp_path, quantize="int8")
     assert {type(m) for m in linears_of(loaded.model.layers)} == {Int8Linear}
+    save_float8(tmp_path, config=WHOLE, kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"})
+    with pytest.warns(UserWarning, match="kv_cache_scheme is ignored, .* pass --kv-dtype int8"):
+        assert loaded_from(tmp_path).config.kv_dtype is None
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -364,16 +368,7 @@ def test_layers_that_a_checkpoint_leaves_alone_let_all_run_at_one_precision(tmp_
     with pytest.warns(UserWarning, match=r"dequantized .*: model\.layers\.1\.mlp\.down_proj\.weight is not, and all"):
         loaded = loaded_from(tmp_path)
     assert {precision_of(m) for m in linears_of(loaded.model)} == {None} and loaded.config.quantize is None
-    asked = loaded_from(tmp_path, quantize="float8")
-    assert {precision_of(m) for m in linears_of(asked.model.layers)} == {"float8"}
-
-
-@pytest.mark.filterwarnings("ignore:.*dequantized")
-def test_what_a_checkpoint_says_of_a_cache_is_left_to_the_user(tmp_path: Path) -> None:
-    save_float8(tmp_path, config=WHOLE, kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"})
-    with pytest.warns(UserWarning, match="kv_cache_scheme is ignored, .* pass --kv-dtype int8"):
-        loaded = loaded_from(tmp_path)
-    assert loaded.config.kv_dtype is None
+    assert {precision_of(m) for m in linears_of(loaded_from(tmp_path, quantize="float8").model.layers)} == {"float8"}
 
 
 def test_a_cpu_refuses_what_it_does_not_run_before_weights_are_read(tmp_path: Path) -> None:
@@ -425,8 +420,7 @@ def drafters(one: Engine) -> list[Runner]:
 
 def packable(**changes: Any) -> Transformer:
     """A bf16 model all of whose weights the kernel serves."""
-    config = tiny_config(vocab_size=512, dim=64, head_dim=32, ffn_dim=128, **changes)
-    return tiny_model(config, dtype=torch.bfloat16)
+    return tiny_model(tiny_config(vocab_size=512, dim=64, head_dim=32, ffn_dim=128, **changes), dtype=torch.bfloat16)
 
 
 def bytes_of(model: nn.Module) -> dict[str, tuple[int, Tensor]]:
@@ -491,8 +485,7 @@ def test_quantized_drafts_change_no_token(precision: str, name: str) -> None:
     small = tiny(seed=1) if draft.draft_model else None
     one = engine(draft, small)
     before = bytes_of(one.model)
-    expected = spoken(engine())
-    assert spoken(one) == expected
+    assert spoken(one) == spoken(engine())
     assert one.stats.drafted > 0 and is_untouched(one.model, before)
     assert all(has_precision(runner.model, precision) for runner in drafters(one))
     caches = {runner.cache.layers[0].k.data_ptr() for runner in drafters(one)}
@@ -565,5 +558,4 @@ def test_the_plan_counts_what_copies_own(precision: str, name: str) -> None:
     theirs = {p.data_ptr() for model in sources for p in model.parameters()}
     own = sum(p.nbytes for r in drafters(one) for p in r.model.parameters() if p.data_ptr() not in theirs)
     assert one._plan.draft_weights == one._plan.parts["quantized draft weights"] == own
-    without = dataclasses.replace(one._plan.system, draft=draft_of(name, gamma=3))
-    assert MemoryPlan.of(without).draft_weights == 0
+    assert MemoryPlan.of(dataclasses.replace(one._plan.system, draft=draft_of(name, gamma=3))).draft_weights == 0
