@@ -113,6 +113,9 @@ def test_every_line_is_continued_as_the_engine_alone_continues_it(job: Job) -> N
         if "temperature" not in records[record["index"]]:  # speculation draws other samples of the same distribution
             assert record["tokens"] == completion.tokens
     assert not job.rejected.exists()
+    job.give("", "")
+    nothing = job.folder / "nothing.jsonl"
+    assert job.code(output=nothing) == 0 and nothing.read_bytes() == b""
 
 
 def test_lines_that_make_no_sense_are_rejected_by_number(job: Job) -> None:
@@ -292,17 +295,11 @@ def test_an_error_among_processes_is_left_to_their_guard(job: Job, monkeypatch: 
     assert "tried alone" not in job.capsys.readouterr().err and not job.rejected.exists()
 
 
-def test_an_input_without_a_prompt_gives_an_output_without_a_line(job: Job) -> None:
-    job.give("", "")
-    assert job.code() == 0 and job.output.read_bytes() == b""
-
-
 class Watched:
     """What a run reads, finishes and keeps, and its engine."""
 
     def __init__(self, monkeypatch: Patch) -> None:
-        self.read, self.finished, self.most_ahead, self.most_kept = 0, 0, 0, 0
-        self.rounds = self.row_rounds = 0
+        self.read = self.finished = self.most_ahead = self.most_kept = self.rounds = self.row_rounds = 0
         lines, finished, stream = batch.Share.lines, batch.Writer.finished, Engine.stream
 
         def read(share: batch.Share) -> Any:

@@ -56,16 +56,14 @@ CASES = [(*one, "same") for one in EVERY] + [(*EVERY[0], how) for how in ("symli
 def test_what_is_read_is_never_replaced(program: str, flag: str, how: str, tmp_path: Path, refuses: Refuses) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "One"}\n')
-    output = {
-        "same": source, "another way": tmp_path / ".." / tmp_path.name / source.name,
-    }.get(how, tmp_path / f"other{source.suffix}")  # fmt: skip
+    known = {"same": source, "another way": tmp_path / ".." / tmp_path.name / source.name}
+    output = known.get(how, tmp_path / "other.jsonl")
     if how == "symlink":
         output.symlink_to(source)
     elif how == "hard link":
         os.link(source, output)
     main, argv = PROGRAMS[program]
-    given = [part.format(source) for part in argv]
-    given += [*([flag] if flag else []), str(output)]
+    given = [*(part.format(source) for part in argv), *([flag] if flag else []), str(output)]
     if program == "batch.py" and flag:  # it also needs an output
         given.insert(1, str(tmp_path / "out.jsonl"))
     assert "are the same file" in refuses(main, *given)

@@ -212,8 +212,7 @@ def test_what_is_not_unquantized_on_every_rank_is_not_decoded_by_any(
 
 
 def test_accepted_drafts_are_coloured_and_the_targets_own_tokens_are_not(prints: Says) -> None:
-    colored = prints(*NIGHT, "--color", "always")
-    legend, text = colored.split("\n\n", 1)
+    legend, text = prints(*NIGHT, "--color", "always").split("\n\n", 1)
     assert legend == "[accepted drafts: \033[32mstreaming (green)\033[0m; the target's own tokens are not coloured]"
     text, card = text.rsplit("\n\n", 1)
     assert "\033[32m" in text and ESCAPE.sub("", text) != re.sub(r"\033\[32m.*?\033\[0m", "", text, flags=re.DOTALL)
@@ -241,8 +240,7 @@ def test_colours_are_for_terminals_unless_asked_for(
 
 
 def test_every_proposer_has_a_colour_of_its_own() -> None:
-    one = Engine(tiny_model(), None, TINY, DraftConfig(policy="hierarchy", gamma=2))
-    colors = generate.colors_of(one, "always")
+    colors = generate.colors_of(Engine(tiny_model(), None, TINY, DraftConfig(policy="hierarchy", gamma=2)), "always")
     assert list(colors) == ["lookup", "streaming"] and len(set(colors.values())) == 2
     event = TokenEvent(
         index=0, tokens=[1, 2, 3, 4], text="a bc\n!", pieces=["a ", "b", "c\n", "!"], drafted=3, accepted=3,
@@ -450,8 +448,7 @@ def test_without_smollm2_one_line_says_how_to_get_it(refuses: Says, capsys: Prin
 def test_a_model_continues_as_much_of_the_document_as_it_has_positions_for() -> None:
     config = tiny_config(max_seq_len=100)
     (ids,), _ = generate.read_requests(generate.parse(["--max-new-tokens", "30"]), ByteTokenizer(), config)
-    whole = ByteTokenizer().encode((generate.BUNDLED / "document.txt").read_text(encoding="utf-8"))
-    assert ids == whole[:70]
+    assert ids == ByteTokenizer().encode((generate.BUNDLED / "document.txt").read_text(encoding="utf-8"))[:70]
     (asked,), _ = generate.read_requests(generate.parse(["--prompt", "x" * 200]), ByteTokenizer(), config)
     assert len(asked) == 201  # of somebody's own text nothing is left out
 

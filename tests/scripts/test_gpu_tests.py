@@ -131,8 +131,7 @@ def test_a_test_that_takes_too_long_on_a_chip_ends_its_process_and_shows_where(t
 
 
 def test_every_test_that_the_page_of_first_commands_names_is_there() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8"))
     assert len(named) > 15
     for path, name in named:
         assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), re.M), f"{path}::{name}"

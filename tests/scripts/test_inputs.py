@@ -226,8 +226,7 @@ def test_what_is_made_is_decoded_by_batch_and_scored(tmp_path: Path, capsys: Pri
 
     longbench, out = written(tmp_path / "l.parquet", [LONGBENCH]), tmp_path / "prompts.jsonl"
     sizes = "--tokens", "700", "--count", "2"
-    said = make("ruler:vt", longbench, DOCUMENT, out, *sizes)
-    assert said.startswith("5 prompts in ")
+    assert make("ruler:vt", longbench, DOCUMENT, out, *sizes).startswith("5 prompts in ")
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [one["id"] for one in lines[2:]] == [f"{longbench} row 0", "document.txt from 0", "document.txt from 699"]
     assert lines[2]["prompt"] == "The keeper rang.\n\nWho rang?" and len(lines[3]["tokens"]) == 700

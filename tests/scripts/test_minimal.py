@@ -70,9 +70,8 @@ def test_a_prompt_of_several_chunks_is_read_as_in_one(monkeypatch: pytest.Monkey
     """Odd chunks, the last of a single token; and the queries of a call never exceed one."""
     model, ids = tiny_model(), [random_ids(65, seed=3)]
     whole = run(model, ids)
-    lengths = []
-    hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda ids, *rest: lengths.append(ids.shape[1]) or hidden(ids, *rest))
+    lengths, hidden = list[int](), model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, *rest: (lengths.append(ids.shape[1]), hidden(ids, *rest))[1])
     monkeypatch.setattr(minimal, "CHUNK", 9)
     assert run(model, ids) == whole
     assert lengths[:8] == [9] * 7 + [1] and max(lengths) == 9
@@ -126,8 +125,7 @@ def test_sampled_text_follows_the_model_as_plain_decoding_does() -> None:
     whole = minimal.Cache(*([torch.zeros(shape) for _ in range(2)] for _ in "kv"), torch.zeros(7))
     p = model(tokens, torch.arange(len(ids) + 1).expand(7, -1), whole).softmax(-1)  # [7, T, V]
     expected = p[0, -2][:, None] * p[:, -1]  # [7, 7]
-    counts = (pairs[:, 0] * 7 + pairs[:, 1]).bincount(minlength=49)
-    assert chi_square(counts, n * expected.flatten()) < 1
+    assert chi_square((pairs[:, 0] * 7 + pairs[:, 1]).bincount(minlength=49), n * expected.flatten()) < 1
 
 
 def test_greedy_acceptance_is_the_targets_choice_up_to_the_first_difference() -> None:
@@ -140,8 +138,7 @@ def test_greedy_acceptance_is_the_targets_choice_up_to_the_first_difference() ->
 
 def test_a_draw_is_never_a_token_of_probability_zero_nor_does_a_tiny_temperature_overflow() -> None:
     weight = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4, -1)
-    u = torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-24])
-    assert minimal.draw(weight, u).tolist() == [1, 1, 3, 3]
+    assert minimal.draw(weight, torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-24])).tolist() == [1, 1, 3, 3]
     # and a tiny temperature is nearly greedy, and no number overflows
     for temperature in (0.0, 1e-300, 1e-46, 1e-37):
         assert minimal.distribution(torch.tensor([[1.0, 60.0, 59.0]]), temperature).tolist() == [[0.0, 1.0, 0.0]]

@@ -61,8 +61,7 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
     def started(_: Quick, entry: Entry, setup: Any) -> None:
         assert read_config(setup.folder).n_params == read_config(source).n_params
         seen.append((entry, setup.folder))
-        tensors = peers.load_model(setup.folder).state_dict()
-        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in peers.load_model(setup.folder).state_dict().values()} == {torch.bfloat16}
 
     ahead(monkeypatch, Quick, "__init__", started)
     monkeypatch.setattr(peer_turns, "Worker", Quick)

@@ -196,8 +196,7 @@ def test_steps_are_told_apart_and_their_parts_add_up() -> None:
     engine = Engine(model, config=ENGINE, draft=draft)
     if not engine.target.bodies.fused:
         pytest.skip("no C++ compiler builds the kernels here")
-    prompts = [random_ids(200, seed=seed) for seed in range(2)]
-    found, rounds = time_steps(engine, prompts, 12, CHIP)
+    found, rounds = time_steps(engine, [random_ids(200, seed=seed) for seed in range(2)], 12, CHIP)
     assert [(x["kind"], x["n_tokens"]) for x in found] == [("plain", 1), ("draft", 1), ("verify", 4)]
     for step in found:
         assert all(step[part] > 0 for part in ("products", "attention", "n"))  # medians, each of its own
@@ -244,8 +243,7 @@ def test_a_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: Printed) ->
     rates = ["--bandwidth", "4800", "--flops", "989", "--memory", "139", "--estimate", "roofline"]
     assert plan.main([*LLAMA, *rates, "--batch", "8", "--context", "32k", "--acceptance", "0.8", *files]) == 0
     out = capsys.readouterr().out
-    document = json.loads((tmp_path / "plan.json").read_text())
-    one = next(c for c in document["cells"] if c["policy"] == "streaming")
+    one = next(c for c in json.loads((tmp_path / "plan.json").read_text())["cells"] if c["policy"] == "streaming")
     assert (one["budget"], one["gamma"], one["fits"]) == (512, 3, True)
     assert one["plain_ms"] == pytest.approx(10.1, abs=0.05)  # 15 GB of weights and 33.6 of keys at 4.8 TB/s
     assert f"{one['speedup']:.2f}x" in out and "a device of given rates" in out
