@@ -87,8 +87,7 @@ def test_every_room_next_to_the_package_is_a_link_in_it() -> None:
 def test_a_wheel_holds_every_package_and_the_bundled_files(tmp_path: Path) -> None:
     source, target, elsewhere = tmp_path / "source", tmp_path / "target", tmp_path / "elsewhere"
     for name in (folder for folder in package_folders() if "/" not in folder):
-        without = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, source / name, ignore=without, symlinks=True)
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     (source / "gpt_fast_sd" / "bundled").mkdir(exist_ok=True)
@@ -96,8 +95,7 @@ def test_a_wheel_holds_every_package_and_the_bundled_files(tmp_path: Path) -> No
     elsewhere.mkdir()
 
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    wheel_it = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
-    subprocess.run(wheel_it, check=True)
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)], check=True)
     (wheel,) = tmp_path.glob("gpt_fast_sd-*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)
 

@@ -44,11 +44,6 @@ ROOMS = (  # a room stands before the room around it
 )
 
 
-def room_of(module: str) -> Room | None:
-    """The innermost room that the dotted name lies in, None for the world outside."""
-    return next((room for room in ROOMS if f"{module}.".startswith(f"{room.door}.")), None)
-
-
 def room_of_file(path: str) -> Room:
     """The innermost room that holds the file at path, relative to the root."""
     return next(room for room in ROOMS if path.startswith(f"{room.folder}/"))
@@ -69,7 +64,8 @@ def imports(path: str, source: str) -> Iterator[tuple[int, bool, str, str]]:
 
 def complaint(here: Room, is_relative: bool, module: str, name: str) -> str | None:
     """What is wrong when a file of this room imports name from module, None if nothing is."""
-    there = room_of(f"{module}.{name}")
+    # the innermost room that the dotted name lies in, None for the world outside
+    there = next((room for room in ROOMS if f"{module}.{name}.".startswith(f"{room.door}.")), None)
     top = module.split(".")[0]
     if top in ("model", "tp"):
         return f"enters {top}/ by a name it only has in a checkout"
@@ -91,8 +87,7 @@ def complaint(here: Room, is_relative: bool, module: str, name: str) -> str | No
 
 def complaints(path: str, source: str) -> list[str]:
     """One line for every import in source that its room does not allow."""
-    here = room_of_file(path)
-    found = ((line, complaint(here, *what)) for line, *what in imports(path, source))
+    found = ((line, complaint(room_of_file(path), *what)) for line, *what in imports(path, source))
     return [f"{path}:{line}: {wrong}" for line, wrong in found if wrong]
 
 
@@ -183,8 +178,7 @@ def test_the_folders_of_the_package_look_one_way_and_a_step_up_is_seen() -> None
 
 def test_no_files_import_each_other_in_a_circle_which_is_seen_wherever_the_import_stands() -> None:
     """Not even for types alone, nor inside functions: a reader of a file can first read what it is built on."""
-    paths = files_of(*PACKAGES, "scripts")
-    assert circle({path: text_of(path) for path in paths}) == []
+    assert circle({path: text_of(path) for path in files_of(*PACKAGES, "scripts")}) == []
     late = {
         "model/cache.py": "def f():\n    from .llama import Transformer",
         "model/llama.py": "from . import rope",

@@ -165,8 +165,7 @@ def test_a_rank_that_refuses_says_so_the_first_at_once(
 def test_a_refusal_is_heard_once_whichever_rank_refuses(who: str, said: str) -> None:
     done = run(torchrun(2, WORKERS / "lost.py", "refuse", who), timeout=120)
     assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("refuses.py")]
-    assert lines == [said], done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("refuses.py")] == [said], done.stderr
 
 
 def test_peak_memory_is_0_where_the_system_counts_none(monkeypatch: Patch) -> None:

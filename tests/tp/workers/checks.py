@@ -285,8 +285,7 @@ for name in DRAFTS:
 @check(SELDOM)
 def a_draft_on_fewer_ranks_leaves_the_target_split_as_it_was(parallel: Parallel, folder: Path) -> None:
     for draft_tp in (1, parallel.tp):
-        draft = draft_of("standalone", draft_tp=draft_tp, **SMALL)
-        engine = engine_of(parallel, draft)
+        engine = engine_of(parallel, draft_of("standalone", draft_tp=draft_tp, **SMALL))
         assert engine.model.output.weight.shape[0] == 260 // parallel.tp
         assert engine.cache.layers[0].k.shape[1] == 4 // parallel.tp
         assert engine.policy is not None
@@ -351,8 +350,7 @@ def bits_of(engine: Engine, *, speculate: bool) -> tuple[list[list[int]], dict[t
         return logits, mass
 
     with mock.patch.object(engine.schedule.rounds, "feed", listening):
-        params = SamplingParams(max_tokens=8, ignore_eos=True)
-        completions = engine.generate(PROMPTS[1:], params, speculate=speculate)
+        completions = engine.generate(PROMPTS[1:], SamplingParams(max_tokens=8, ignore_eos=True), speculate=speculate)
     return [c.tokens for c in completions], bits
 
 
@@ -445,8 +443,7 @@ def draws_stay_together_where_the_last_bits_of_probabilities_differ(parallel: Pa
 def a_vocabulary_that_ranks_do_not_divide_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     odd = wide_config(vocab_size=257, tie_embeddings=True)
     small = dataclasses.replace(odd, n_layers=1)
-    draft = draft_of("standalone", draft_tp=parallel.tp // 2, **SMALL)
-    compare(parallel, draft, config=odd, draft_shape=small)
+    compare(parallel, draft_of("standalone", draft_tp=parallel.tp // 2, **SMALL), config=odd, draft_shape=small)
     theirs, ours = (engine_of(at, config=odd).logits([1, 2, 3]) for at in (parallel, None))
     assert theirs.shape == (3, 257) and (theirs - ours).abs().max() < 2e-5
 
@@ -459,8 +456,7 @@ def weights_are_quantized_after_they_are_split(parallel: Parallel, folder: Path)
     plain = engine_of(None).logits(ids)
     # wo and w_out have scales of their own on each rank, so the rounding is another, but no larger
     assert 0 < (theirs - plain).norm() < 1.5 * (ours - plain).norm()
-    draft = draft_of("full")
-    drafting = engine_of(parallel, draft, quantize="int8")
+    drafting = engine_of(parallel, draft_of("full"), quantize="int8")
     spoken, spelled = drafting.generate(PROMPTS, GREEDY), together.generate(PROMPTS, GREEDY)
     assert [c.tokens for c in spoken] == [c.tokens for c in spelled]
     # each rank copies its part
@@ -472,8 +468,7 @@ def int4_weights_are_on_ranks_what_they_are_on_one(parallel: Parallel, folder: P
     """Blocks are never split, so each rank has its part of the very blocks that one rank has."""
     config = wide_config(head_dim=16, ffn_dim=128)  # of which four ranks have whole blocks, too
     compare(parallel, draft_of("full"), config=config, quantize="int4")
-    own = draft_of("streaming", quantize="int4")
-    compare(parallel, own, config=config, sampled=False)
+    compare(parallel, draft_of("streaming", quantize="int4"), config=config, sampled=False)
     place = folder / f"int4.{parallel.rank}"
     save_hugging_face(tiny_model(config), place, dtype=torch.float32)
     path = write_gguf(place / "model.gguf", model_of(place), GGMLQuantizationType.Q4_1)
