@@ -55,7 +55,6 @@ def write_llama_server(folder: Path, *, version_code: int = 0, last_words: str =
     """
     program, starts = folder / "llama-server", folder / "started.jsonl"
     how = {"version_code": version_code, "last_words": last_words, "only": only}
-    text = PROGRAM.format(python=sys.executable, started=str(starts), **how)
-    program.write_text(text)
+    program.write_text(PROGRAM.format(python=sys.executable, started=str(starts), **how))
     program.chmod(0o755)
     return starts

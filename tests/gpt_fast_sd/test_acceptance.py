@@ -93,8 +93,7 @@ def test_greedy_verdicts_are_those_of_the_slow_reference(n_rows: int, gamma: int
     right = logits[:, :gamma].argmax(-1).numpy()
     drafted = torch.from_numpy(np.where(rng.random((n_rows, gamma)) < 0.7, right, guesses))
     max_accept = torch.from_numpy(rng.integers(0, gamma + 1, n_rows))
-    rows = zip(logits.tolist(), drafted.tolist(), max_accept.tolist(), strict=True)
-    expected = [slow_greedy(*row) for row in rows]
+    expected = [slow_greedy(*row) for row in zip(logits.tolist(), drafted.tolist(), max_accept.tolist(), strict=True)]
     assert outcome(verify_greedy(unread(logits, max_accept), drafted, max_accept)) == expected
 
 
@@ -103,8 +102,7 @@ def test_greedy_verdicts_are_those_of_the_slow_reference(n_rows: int, gamma: int
 def test_sampled_verdicts_are_those_of_the_slow_reference(n_rows: int, gamma: int, vocab_size: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     p, q = sixteenths(rng, n_rows, gamma + 1, vocab_size), sixteenths(rng, n_rows, gamma, vocab_size)
-    same = torch.from_numpy(rng.random((n_rows, gamma, 1)) < 0.3)
-    q = torch.where(same, p[:, :gamma], q)
+    q = torch.where(torch.from_numpy(rng.random((n_rows, gamma, 1)) < 0.3), p[:, :gamma], q)
     drafted = torch.from_numpy(rng.integers(0, vocab_size, (n_rows, gamma)))  # q(x) = 0 as well
     max_accept = torch.from_numpy(rng.integers(0, gamma + 1, n_rows))
     accept_u = torch.from_numpy(rng.integers(0, 16, (n_rows, gamma))).float() / 16
@@ -145,8 +143,7 @@ def cases(draw: st.DrawFn) -> Case:
         caps.append(whole(0, gamma))  # the engine leaves room for the target's own token; a commit does not rely on it
         accepted.append(whole(0, caps[-1]))
     drafted = torch.tensor([tokens(gamma) for _ in range(n_rows)], dtype=torch.int64).view(n_rows, gamma)
-    result = AcceptResult(torch.tensor(accepted), torch.tensor(tokens(n_rows)))
-    return state, drafted, torch.tensor(caps), result
+    return state, drafted, torch.tensor(caps), AcceptResult(torch.tensor(accepted), torch.tensor(tokens(n_rows)))
 
 
 def slow_commit(

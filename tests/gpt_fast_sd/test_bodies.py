@@ -45,8 +45,7 @@ def test_every_field_of_the_table_has_a_body_that_says_what_it_stands_for() -> N
 
 
 def test_all_that_a_function_calls_or_reads_of_the_core_counts() -> None:
-    found = marks.marks_of(["gpt_fast_sd.acceptance:judge_sampled"])
-    assert {name.partition(":")[2] for name in found} == {
+    assert {name.partition(":")[2] for name in marks.marks_of(["gpt_fast_sd.acceptance:judge_sampled"])} == {
         "judge_sampled", "verify_sampled", "_n_leading", "_each_row_at", "draw", "uniform", "_mix32", "_multiply32",
         "_MASK32", "AcceptResult",
     }  # fmt: skip

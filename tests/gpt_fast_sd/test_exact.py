@@ -120,8 +120,7 @@ def test_logits_have_the_bits_of_decoding(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("group", few([1, 3, 5, 8], [3, 8]))
 def test_bits_are_the_same_for_any_number_of_heads(group: int) -> None:
-    config = tiny_config(n_heads=group * 2, n_kv_heads=2, n_layers=2)
-    one = Watched("streaming", 3, config=config, dtype="bf16")
+    one = Watched("streaming", 3, config=tiny_config(n_heads=group * 2, n_kv_heads=2, n_layers=2), dtype="bf16")
     assert covers(one.run(PROMPTS, PARAMS), one.run(PROMPTS, PARAMS, speculate=False))
 
 

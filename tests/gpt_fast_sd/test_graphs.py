@@ -197,8 +197,7 @@ def test_rows_of_all_kinds_may_come_and_go_in_every_order(policy: str, cuda: Cud
     alone = [one.generate(PROMPTS[:1], params)[0].tokens for params in rows]
     for order in itertools.permutations(range(3)):
         there = [*order, *(3 + i for i in reversed(order))]
-        got = one.generate(PROMPTS[:1] * 6, [rows[i] for i in there])
-        assert tokens_of(got) == [alone[i] for i in there]
+        assert tokens_of(one.generate(PROMPTS[:1] * 6, [rows[i] for i in there])) == [alone[i] for i in there]
 
 
 # ---- what a graph has baked in ---------------------------------------------------------------------------------------

@@ -75,8 +75,7 @@ def test_keys_that_were_evened_are_known_by_their_powers_of_two(kind: Kind, tmp_
 
 
 def test_only_a_matrix_with_a_part_of_another_kind_is_quantized_anew(tmp_path: Path) -> None:
-    values = torch.randn(32, 96).numpy()
-    mixed = {"blk.1.attn_v.weight": (stored(values, Kind.Q8_0), Kind.Q8_0)}
+    mixed = {"blk.1.attn_v.weight": (stored(torch.randn(32, 96).numpy(), Kind.Q8_0), Kind.Q8_0)}
     model = load_model(file_of(tmp_path, tensors=mixed), dtype=torch.float32)
     copy = draft_copy(model, "int4")
     assert layers_of(model).keys() - kept(copy, model) == {"1.attention.wqkv"}
@@ -97,8 +96,7 @@ def test_where_the_file_is_no_longer_the_model_the_model_is_quantized(change: st
     else:
         raw = path.read_bytes()
         path.write_bytes(raw[:1000] if change == "shorter" else raw[:-60000] + bytes(60000))
-    copy = draft_copy(model, "int4")
-    for name, own in layers_of(copy).items():
+    for name, own in layers_of(draft_copy(model, "int4")).items():
         theirs = layers_of(model)[name].weight
         assert isinstance(own, Int4Linear)
         assert (dequantize_blocks(own.held, torch.float32) - theirs).norm() <= 0.09 * theirs.norm()

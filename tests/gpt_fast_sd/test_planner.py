@@ -188,8 +188,7 @@ def test_a_fixed_gamma_is_chosen_always_and_nothing_is_measured(gamma: int) -> N
 @pytest.mark.parametrize("rounds", few([128, 256, 512], [256]))
 @thinned("rows,draft", [1, 4, 8], DRAFTS[1:])
 def test_drafts_that_are_never_accepted_cost_little(draft: float, rows: int, rounds: int) -> None:
-    world = World(draft, per_draft=0.02)
-    speed, _ = simulate(world, lambda i: 0.0, rounds=rounds, rows=rows)
+    speed, _ = simulate(World(draft, per_draft=0.02), lambda i: 0.0, rounds=rounds, rows=rows)
     # in rounds of plain decoding; a single row shows little per round, and where drafts are cheap few of them would pay
     assert (1 - speed) * rounds < {(1, 0.1): 11, (1, 0.3): 7}.get((rows, draft), 4.5)
 
@@ -353,8 +352,7 @@ def test_what_the_host_adds_to_a_round_is_part_of_what_it_costs() -> None:
     for _ in range(FIRST_ROUNDS + 1):  # the first ones may have built something
         plan.record_host(0, 0.4)
     for host in ([0.4] * 5, [0.4, 0.4, 0.9, 0.9, 0.9]):
-        found = [plan.seconds(g, 1000) - world.round(g, 1000) for g in (0, 1, 3, 4, 8)]
-        assert found == pytest.approx(host)
+        assert [plan.seconds(g, 1000) - world.round(g, 1000) for g in (0, 1, 3, 4, 8)] == pytest.approx(host)
         for _ in range(2):
             plan.record_host(4, 0.9)
     plan.record_host(0, 40.0)  # one slow round changes it little

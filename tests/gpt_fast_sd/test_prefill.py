@@ -168,8 +168,7 @@ def test_nothing_past_a_held_prompt_reaches_the_next_occupant(policy: str) -> No
         for buffer in one.cache.buffers:
             buffer[slot, :, int(one.cache.seq_len[slot]) :] = float("nan")
     prompts = [[*TEXT[:520], *OTHER[:80]], TEXT[:600], OTHER[:300], OTHER[:100]]
-    got = one.generate(prompts, params)
-    assert [c.tokens for c in got] == [alone(prompt, 12) for prompt in prompts]
+    assert [c.tokens for c in one.generate(prompts, params)] == [alone(prompt, 12) for prompt in prompts]
     # the first prompt takes the slot of TEXT[:600] and keeps two chunks of it
     assert one.stats.prefill_tokens == (599 - 2 * CHUNK) + (599 - 2 * CHUNK) + 299 + 99
 

@@ -37,8 +37,7 @@ def feed(request: Request, tokens: list[int]) -> list[str]:
     """What is shown after each token, one per round, until the request ends."""
     shown = []
     for token in tokens:
-        event = request.commit([token], ["target"])
-        shown.append(event.text)
+        shown.append(request.commit([token], ["target"]).text)
         if request.finish_reason:
             break
     return shown

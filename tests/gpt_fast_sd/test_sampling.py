@@ -95,8 +95,7 @@ def test_the_search_for_the_cut_keeps_what_plain_python_keeps_in_fractions(n_voc
 
 def test_what_weighs_less_than_the_unit_of_the_sums_moves_no_cut() -> None:
     """Half of six tokens and of a seventh that weighs 2**-45 of one: three, where fractions would ask for a fourth."""
-    scores = torch.tensor([[0.0] * 6 + [-31.0]])
-    assert found(likeliest, scores, [7], ["0.5"]) == [[0, 1, 2]]
+    assert found(likeliest, torch.tensor([[0.0] * 6 + [-31.0]]), [7], ["0.5"]) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("filtered", [True, False])

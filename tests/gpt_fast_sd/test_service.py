@@ -50,13 +50,12 @@ def test_threads_get_what_generate_gives_and_other_calls_wait_for_their_turn() -
 
 def test_whoever_has_a_result_may_call_the_engine_and_ask_again_and_may_have_lost_the_engine() -> None:
     ids, one = [5, 6, 7], an_engine()
-    rounds = one.schedule.rounds
-    rounds.synchronize = lambda: time.sleep(0.002)  # type: ignore[method-assign]
+    one.schedule.rounds.synchronize = lambda: time.sleep(0.002)  # type: ignore[method-assign]
     for _ in range(5):
         request = one.submit((token for token in ids), PARAMS[0])  # type: ignore[arg-type]
         assert request.result() is request.result()
         assert [request.result().tokens] == [c.tokens for c in one.generate([ids], PARAMS[0])]
-    del one, rounds
+    del one
     assert an_engine().submit(ids, PARAMS[0]).result().tokens == request.result().tokens
 
 

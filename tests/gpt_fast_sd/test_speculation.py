@@ -301,8 +301,7 @@ def test_a_row_that_keeps_fewer_drafts_than_its_neighbours_is_what_it_is_alone(n
     plain = one.generate(PROMPTS, params, speculate=False)
     whole = one.generate(PROMPTS, params)
     mixed = [replace(p, max_drafts=n) for p, n in zip(params, limits, strict=True)]
-    together = one.generate(PROMPTS, mixed)
-    for i, (limit, got) in enumerate(zip(limits, together, strict=True)):
+    for i, (limit, got) in enumerate(zip(limits, one.generate(PROMPTS, mixed), strict=True)):
         by_position = got.stats.accepted_by_position
         if limit == 0:
             assert got.tokens == plain[i].tokens and not got.stats.drafted and got.stats.rounds == len(got.tokens)

@@ -101,8 +101,7 @@ class Ways:
             lists[0][0, 0, 7:] = -1
             start = (torch.tensor(ENDS) - 60).clamp(min=0)[rows]
             kv = ListedKV(layers, torch.empty(3, 0), lists, start.contiguous(), 80, bodies=self.bodies)
-        logits = model(tokens, pos, kv).float()
-        return logits, cache, getattr(kv, "mass", [])
+        return model(tokens, pos, kv).float(), cache, getattr(kv, "mass", [])
 
 
 @pytest.fixture

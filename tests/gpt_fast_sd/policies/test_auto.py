@@ -44,8 +44,7 @@ def test_arms_in_turns_emit_the_plain_tokens_and_a_draft_model_that_is_the_targe
     assert [c.tokens for c in got] == [c.tokens for c in one.generate(PROMPTS, PARAMS, speculate=False)]
     assert len(chosen) - len(rounds) == captured and set(chosen) == set(turns.split())  # one was launched ahead
     for turn, event in zip(chosen, rounds, strict=False):
-        sources = {source for row in event.events for source in row.sources}
-        assert sources <= {"target", turn}
+        assert {source for row in event.events for source in row.sources} <= {"target", turn}
         if turn == "standalone":
             assert all(row.accepted == row.drafted for row in event.events)
 

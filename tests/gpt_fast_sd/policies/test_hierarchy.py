@@ -31,8 +31,7 @@ def middle(one: Engine) -> HierarchyDraft:
 @thinned("cheap,temperature", list(CHEAPS), [0.0, 0.8])
 def test_all_drafts_of_a_middle_level_that_sees_everything_are_accepted(cheap: str, temperature: float) -> None:
     one = drafting("hierarchy", view="full", gamma=6, **CHEAPS[cheap])
-    params = SamplingParams(max_tokens=30, temperature=temperature, seed=1)
-    one.generate(PROMPTS, params)
+    one.generate(PROMPTS, SamplingParams(max_tokens=30, temperature=temperature, seed=1))
     accepted = one.stats.acceptance_rate
     # p and q come from steps of different width: where they differ by a rounding, one draft of many may fail
     assert accepted == 1.0 if temperature == 0 else accepted > 0.99

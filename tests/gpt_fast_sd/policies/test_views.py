@@ -100,13 +100,11 @@ def test_each_entry_that_positions_read_names_is_read(name: str) -> None:
     logits, reads = rig.step(), clean_reads(rig)
     named = reads[0].nonzero().tolist()  # of layer 0, whose queries nothing else changes
     assert {row for row, _, _ in named} == {0, 1, 2, 3}
-    generator = torch.Generator().manual_seed(5)
-    for i in torch.randperm(len(named), generator=generator)[:60].tolist():
+    for i in torch.randperm(len(named), generator=torch.Generator().manual_seed(5))[:60].tolist():
         row, head, place = named[i]
         before = rig.cache.layers[0].v[row, head, place].clone()
         rig.cache.layers[0].v[row, head, place] = 1e15  # so that no weight is too small to show
-        changed = (rig.step() != logits).any(-1)
-        assert changed.tolist() == [other == row for other in range(N_ROWS)]
+        assert (rig.step() != logits).any(-1).tolist() == [other == row for other in range(N_ROWS)]
         rig.cache.layers[0].v[row, head, place] = before
     assert torch.equal(rig.step(), logits)
 

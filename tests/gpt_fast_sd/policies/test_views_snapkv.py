@@ -86,8 +86,7 @@ def are_best(listed: Tensor, scores: Tensor) -> bool:
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_listed_entries_are_those_that_loops_over_heads_and_queries_find(group: int, observed: int) -> None:
     model, ids, cache, recording = text(group)
-    runner = Runner(model, cache)
-    view = SnapKVView(runner, budget=observed + 40, refresh=8, max_new=6, n_observed=observed)
+    view = SnapKVView(Runner(model, cache), budget=observed + 40, refresh=8, max_new=6, n_observed=observed)
     state = BatchState.idle(cache.seq_len, cache.capacity + SPLIT, model.config.vocab_size, ())
     n_listed = view.kv_indices.shape[-1]
     for i, n in enumerate([1, *(observed + more for more in (-1, 0, 1, 39, 40, 41, observed + 57)), 330]):
@@ -204,8 +203,7 @@ def test_a_row_is_selected_for_when_due_and_the_host_knows_to_within_a_round(ref
         return asked[-1]
 
     monkeypatch.setattr(one.schedule.rounds, "refresh", noted)
-    params = SamplingParams(max_tokens=150, ignore_eos=True)
-    one.generate([random_ids(200)], params)
+    one.generate([random_ids(200)], SamplingParams(max_tokens=150, ignore_eos=True))
     steps = [b - a for a, b in itertools.pairwise([0, *starts])]
     assert steps[0] == 199 - OBSERVED and all(not step or apart < step <= apart + 5 for step in steps[1:])
     assert sum(map(bool, steps)) >= 150 // (apart + 5)

@@ -115,6 +115,5 @@ class Rig:
         return (torch.arange(self.cache.layers[0].k.shape[2]) < self.cache.seq_len[:, None])[:, None]
 
     def _reveal(self, slot: int, start: int, end: int) -> None:
-        both = zip(self.cache.buffers, self.source.buffers, strict=True)
-        for buffer, source in both:
+        for buffer, source in zip(self.cache.buffers, self.source.buffers, strict=True):
             buffer[slot, :, start:end] = source[slot, :, start:end]
