@@ -435,7 +435,6 @@ def ranks_of(
 
     Rounding may move logits by a quarter of a tie, and sums of probabilities by half as much: a filter's edge, too.
     """
-
     filtered = Kind.of([params]).filtered
 
     def through(top_p: float | None) -> Tensor:
