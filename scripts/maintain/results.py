@@ -5,8 +5,8 @@
     python scripts/maintain/results.py --pages                      measure nothing: write the pages anew
 
 Each part is a command that anybody can type (the page shows it) and one JSON file in benchmarks/cpu/SET, which is named
-after the kernels that the CPU has (docs/cpu.md). A set is of one engine: files of another one are refused, --fresh
-forgets them. A page tells the parts that are there, README what the newest set that has them says.
+after the kernels that the CPU has, or is told to take (docs/cpu.md). A set is of one engine: files of another one are
+refused, --fresh forgets them. A page tells the parts that are there, README what the newest set that has them says.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import ast
 import datetime
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -37,6 +38,7 @@ sys.path.insert(0, str(ROOT / "scripts"))  # where the other programs and their 
 
 from common import parser_of, refusing, started
 from gpt_fast_sd.fast import chosen
+from gpt_fast_sd.fast.cpu.instruction_sets import VARIABLE
 from gpt_fast_sd.loading import sensible_threads
 from inputs.prompts import short_name
 from maintain.hero import hero
@@ -353,8 +355,9 @@ def page(folder: Path) -> str:
     about = read(folder / "set.json")
     found = {name: read(folder / f"{name}.json") for name in about["parts"]}
     here = about["environment"]
+    kernels = here["instructions"] + " (forced: it has more)" * here.get("forced", False)
     lines = [
-        f"# {here['cpu']}, {here['instructions']}, {here['cores']} cores: {about['date']}", "",
+        f"# {here['cpu']}, {kernels}, {here['cores']} cores: {about['date']}", "",
         f"SmolLM2-135M in bf16, {here['threads']} threads, torch {here['torch'].partition('+')[0]}; the machine read "
         f"{about['gb_per_second']:.1f} GB/s and computed {about['gflops']:.0f} GFLOP/s in fp32 when this began. "
         f"Written by `scripts/maintain/results.py`; [what the words mean](../../../docs/measure.md). Prompts of "
@@ -446,7 +449,9 @@ def begin(*, fresh: bool) -> Path:
     """The folder of this machine's set, begun or gone on with; ValueError if another engine or machine began it."""
     torch.set_num_threads(sensible_threads())  # as many as the programs take
     here, engine = environment(torch.device("cpu")), engine_here()
-    folder = CPU / re.sub(r"[^a-z0-9]+", "-", f"{here['instructions']} {here['cpu']}".lower()).strip("-")
+    here["forced"] = VARIABLE in os.environ
+    name = f"{here['instructions']} {'forced ' * here['forced']}{here['cpu']}".lower()
+    folder = CPU / re.sub(r"[^a-z0-9]+", "-", name).strip("-")
     file = folder / "set.json"
     if fresh and folder.exists():
         for old in folder.iterdir():
