@@ -11,7 +11,7 @@ Five checks, each a line, which says how rare a fault it would have found:
               rounding is coarse: 0.25 in bf16, 0.03 in fp16 and int8, 0.0001 in fp32 for logits up to 16, and
               twice that for each doubling (NEAR_TIE in scripts/measuring/lossless.py)
     samples   sampled tokens follow the target's exact distributions at every place of a round, and do not depend on
-              their neighbours: where they lie in these is uniform (a G-test), with the smallest distance that is found
+              their neighbours: where they lie in these is uniform (a G-test over quarters, of all contexts together)
     seeds     a seed gives the same tokens alone, beside others, again, in another order and in another slot
     refill    NaN or the largest numbers in all that is unused of the caches change no token
     exact     with --exact logits and tokens are those of plain decoding, bit for bit

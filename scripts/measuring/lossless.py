@@ -147,11 +147,12 @@ def prove(
 ) -> Iterator[Finding]:
     """Each check's finding, as it comes; build makes an engine of a configuration, one at a time.
 
-    ValueError for gamma "auto", which follows measured times: no seed fixes what it drafts.
+    ValueError for what is "auto" and follows measured times: no seed fixes what is drafted.
     """
     with build(config) as engine:
-        if engine.draft.gamma == "auto":
-            raise ValueError('gamma "auto" depends on measured times: name how many tokens are drafted')
+        if "auto" in (engine.draft.gamma, engine.draft.policy):
+            what = "gamma" if engine.draft.gamma == "auto" else "draft"
+            raise ValueError(f'{what} "auto" depends on measured times, which no seed fixes: name one')
         with worsened(engine):
             yield tested(greedy(engine, prompts, n_tokens), engine)
             try:
@@ -188,7 +189,8 @@ def worsened(engine: Engine) -> Iterator[None]:
             -1, other[..., None], torch.full_like(flat, 0.3)[..., :1]
         )
         u = uniform(state.table.seed[:, None], place, OTHER_STREAM)
-        tokens = torch.where(here, draw(q.flatten(0, 1), u.flatten()).view_as(place), draft.tokens)
+        (drawn,) = state.vocabulary.decided(draw(q.flatten(0, 1), u.flatten()).view_as(place))
+        tokens = torch.where(here, drawn, draft.tokens)
         return replace(draft, tokens=tokens, q=torch.where(here[..., None], q, draft.q))
 
     policy.propose = worse  # type: ignore[method-assign]
@@ -221,12 +223,12 @@ def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     plain, ours = ([c.tokens for c in engine.generate(prompts, params, speculate=way)] for way in (False, True))
     stats, rows = engine.stats, [(i, prompts[i], plain[i], ours[i]) for i in range(len(prompts))]
     found = differences(rows, lambda ids: engine.logits(ids, last=1)[0])
-    dtypes = dtypes_of(engine)
+    dtypes, compared = dtypes_of(engine), sum(n_agreeing(*both) for _, _, *both in rows)
     wrong = [one for one in found if not one.is_near_tie(*dtypes)]  # NaN is wrong
     limit = max((near_tie(one.best, *dtypes) for one in found), default=0.0)
     text = (
         f"{len(rows) - len(found)} of {len(rows)} outputs of {n_tokens} tokens are those of plain decoding "
-        f"({stats.acceptance_rate:.0%} of drafts accepted){seen(len(rows) * n_tokens)}"
+        f"({stats.acceptance_rate:.0%} of drafts accepted){seen(compared)}"
     )
     if found:
         text += f"; {len(found) - len(wrong)} part at a near-tie, where logits are at most {limit:g} apart"
@@ -377,8 +379,10 @@ def samples(engine: Engine, prompts: Prompts, n_tokens: int, n: int) -> Finding:
             found.by_p.setdefault(place, []).append(of_p)
             if len(ids):
                 found.by_q.setdefault(place, []).append(of_q)
-    for products, series in zip(found.products, (by_id, [[by_id[i][k] for i, k in first]]), strict=True):
-        products += [12 * (a - 0.5) * (b - 0.5) for ranks in series for a, b in itertools.pairwise(ranks)]
+    beside = [(by_id[i][k], by_id[j][m]) for (i, k), (j, m) in itertools.pairwise(first) if i != j]
+    then = [pair for ranks in by_id for pair in itertools.pairwise(ranks)]
+    for products, pairs in zip(found.products, (then, beside), strict=True):
+        products += [12 * (a - 0.5) * (b - 0.5) for a, b in pairs]
     return _judged(found, len(rows) * length, left_out, rounding, engine.draft.max_gamma)
 
 
@@ -391,7 +395,11 @@ def _sampled(
     """
     policy, captured = engine.policy, engine.schedule.rounds.capture
     assert policy
-    propose, own, likeliest = policy.propose, vars(policy).get("propose"), torch.zeros(len(rows), 0, 0).long()
+    propose, own, likeliest = (
+        policy.propose,
+        vars(policy).get("propose"),
+        torch.zeros(engine.config.batch_size, 0, 0).long(),
+    )
 
     def noted(state: BatchState, plan: RoundPlan) -> Draft:
         nonlocal likeliest
@@ -468,8 +476,8 @@ def _judged(found: Ranks, n: int, left_out: int, rounding: float, last: int) -> 
     in_all, in_one = (smallest_distance(m, k, rounding) for m, (_, k) in zip(sizes, tests, strict=False))
     text = (
         f"{n:,} sampled tokens at {len(counts)} places of a round against their exact distributions: p = {chance:.2g} "
-        f"(fails below {CHANCE:g}); a distance of {in_all:.1%} in all of them, or {in_one:.1%} at the rarest place, "
-        f"would have been found with {POWER:.0%}"
+        f"(fails below {CHANCE:g}); {in_all:.1%} of them in a wrong quarter of these, or {in_one:.1%} at the rarest "
+        f"place, would have been found with {POWER:.0%}"
     )
     if last not in counts:
         text += f"; too few rounds kept all {last} drafts to test what follows those"
