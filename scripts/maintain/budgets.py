@@ -66,7 +66,7 @@ def budgets() -> list[tuple[str, int, int | None]]:
         *rooms,
         ("programs that run", lines(p for p in under("scripts") if p.stem in RUN), None),
         ("inputs of all programs", lines(inputs), None),
-        ("measuring, with its programs", lines(measuring), 8480),
+        ("measuring, with its programs", lines(measuring), 8490),
         ("maintainers' tools", lines(under("scripts/maintain")), None),
         ("tests", lines(under("tests", "*.py", "*.cpp")), 30_000),
         ("columns of the widest line in C++", widest, 120),
