@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeGuard
 
+from .files.fields import COMPUTES, not_neutral, say, unknown
 from .files.float8 import is_stored_in_float8
 
 
@@ -171,10 +172,14 @@ class ModelConfig:
     def from_hugging_face(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
         """The shape a config.json describes; whatever this Llama cannot do exactly is refused by name (ValueError).
 
+        A warning names fields that are not known here, see files/fields.py.
+
         max_seq_len is max_position_embeddings, which YaRN may extend: `RopeScaling.reach`.
         """
         try:
-            return cls._from_fields(Fields(raw))
+            config = cls._from_fields(Fields(raw))
+            say(where, unknown(raw), "not known here, and without an effect")
+            return config
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
@@ -192,6 +197,8 @@ class ModelConfig:
             fields.only("use_sliding_window", False)
         fields.only("partial_rotary_factor", 1.0)
         fields.only("quantization", None)  # what MLX writes
+        for name in not_neutral(raw, COMPUTES):
+            fields.refuse(name, " or ".join(map(repr, ("absent", *COMPUTES[name]))).replace("'absent'", "absent"))
         is_stored_in_float8(raw)  # refuses all else
         kinds = raw.get("layer_types") or []
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
@@ -433,7 +440,15 @@ class Fields:
                 inner.refuse(key, "'default', 'linear', 'llama3', 'yarn' or 'dynamic'")
 
     def attention_factor(self, factor: float) -> float | None:
-        """YaRN's, as transformers finds it: the field, else by mscale and mscale_all_dim if both are present."""
+        """YaRN's, as transformers finds it: the field, else by mscale and mscale_all_dim if both are present.
+
+        Or attn_factor times the paper's length, as vLLM and llama.cpp read it and DeepSeek's files mean it.
+        """
+        if self.raw.get("attn_factor") is not None:
+            for name in ("attention_factor", "mscale", "mscale_all_dim"):
+                if self.raw.get(name) is not None:
+                    self.refuse(name, "absent beside attn_factor")
+            return self.number("attn_factor") * yarn_length(factor)
         if self.raw.get("attention_factor") is not None:
             return self.number("attention_factor")
         scale, scale_all = self.number_or("mscale", 0.0), self.number_or("mscale_all_dim", 0.0)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig, stored_dtype, token_ids
 from ..llama import Transformer
 from ..rope import rope_frequencies
+from .fields import CHANGES_TEXTS, not_neutral, say
 from .float8 import (
     FLOAT8,
     block_of,
@@ -72,6 +73,7 @@ def read_config(folder: Path) -> ModelConfig:
         eos_ids = token_ids(later, "eos_token_id", str(generation))
     except ValueError as error:
         raise CheckpointError(str(error)) from None
+    say(generation, not_neutral(later, CHANGES_TEXTS), "not applied: a request says how it samples, see SamplingParams")
     ends = _in_vocabulary(eos_ids, config, generation, "eos_token_id")
     instead = _in_vocabulary(config.eos_ids, config, path, "eos_token_id")
     bos = _in_vocabulary(() if config.bos_id is None else (config.bos_id,), config, path, "bos_token_id")

@@ -26,6 +26,7 @@ from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor
 from torch import Tensor
 
 from ..config import Fields, ModelConfig, RopeScaling, yarn_length
+from .fields import say
 from .reading import CheckpointError, OpenFile, first_line, gguf_parts, readable_name, refuse_pointer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's models are written as llama
@@ -58,6 +59,14 @@ _NEUTRAL_YARN: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("rope.scaling.alpha", (0.0,)),
     ("rope.scaling.yarn_ext_factor", (-1.0, 1.0)),
     ("rope.scaling.yarn_log_multiplier", (0.0,)),  # files write it in two different scales
+)
+_READ = frozenset(
+    "vocab_size context_length embedding_length block_count feed_forward_length attention.head_count "
+    "attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon "
+    "attention.sliding_window rope.dimension_count rope.freq_base rope.scale_linear rope.scaling.type "
+    "rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor "
+    "rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
+    "tensor_data_layout expert_used_count".split()  # the last two: of no effect without the layout, or experts
 )
 
 
@@ -345,6 +354,8 @@ class Header(Fields):
     def _config(self) -> ModelConfig:
         fields = self.arch_fields
         self._only_neutral(_NEUTRAL)
+        ruled = (name for name, _ in (*_NEUTRAL, *_NEUTRAL_ROPE, *_NEUTRAL_YARN))
+        say(self.path, sorted(fields.raw.keys() - _READ.union(ruled)), "not known here, and without an effect")
         dim, n_heads = self._size("embedding_length"), self._size("attention.head_count")
         if "attention.key_length" in fields.raw:
             head_dim = self._size("attention.key_length")

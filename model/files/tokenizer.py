@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ..config import ModelConfig
 from .chat_template import MOST_OF_A_TEMPLATE, Template, TemplateError
+from .fields import CHANGES_IDS, not_neutral, say
 from .reading import CheckpointError, first_line, is_gguf, read_json, refuse_pointer
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ class _Notes:
         added = {text: (int(i), False) for text, i in _read_if_there(folder / "added_tokens.json").items()}
         for i, token in raw.get("added_tokens_decoder", {}).items():
             added[token["content"]] = (int(i), bool(token.get("special", False)))
+        say(folder / "tokenizer_config.json", not_neutral(raw, CHANGES_IDS), "not applied: texts become ids without")
         template = _read_if_there(folder / "chat_template.json").get("chat_template", raw.get("chat_template"))
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")

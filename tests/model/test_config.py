@@ -14,6 +14,7 @@ import pytest
 from gpt_fast_sd import model as models
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import PRESETS, CheckpointError, ModelConfig, RopeScaling, load_tokenizer, preset, read_config
+from gpt_fast_sd.model.files import fields
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2,
@@ -163,6 +164,58 @@ def test_generation_config_decides_the_end_of_text_ids_and_those_past_the_vocabu
     assert (config.bos_id, config.eos_ids) == (bos, ends)
     rest = " is past the vocabulary of 128 tokens, and is not used"
     assert [str(one.message) for one in warned] == [f"{tmp_path}/{what}{rest}" for what in said]
+
+
+@pytest.mark.parametrize("name", fields.COMPUTES)
+def test_a_field_that_computes_elsewhere_is_refused_unless_it_computes_nothing(name: str) -> None:
+    for nothing in (None, *fields.COMPUTES[name]):
+        ModelConfig.from_hugging_face(LLAMA | {name: nothing}, "c")
+    for something in (2.5, [2.5], {"a": 1}):
+        with pytest.raises(ValueError, match=re.escape(f"c: {name} is {something!r}, but it must be absent")):
+            ModelConfig.from_hugging_face(LLAMA | {name: something}, "c")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+NOTES = {"architectures": None, "initializer_range": 0.02, "transformers_version": "5", "use_cache": True}
+
+
+@pytest.mark.parametrize(
+    ("file", "raw", "said"),
+    [
+        ("config", NOTES, None),
+        ("config", {"new_attention": 3, "logit_bias_rank": None}, "logit_bias_rank, new_attention: not known here"),
+        ("config", {"rope_scaling": YARN | {"extrapolation": 1}}, "rope_scaling.extrapolation: not known here"),
+        ("config", {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1}}, "rope_scaling.mscale: not known"),
+        ("generation_config", {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.0}, None),
+        (
+            "generation_config",
+            {"repetition_penalty": 1.1, "suppress_tokens": [3]},
+            "repetition_penalty, suppress_",
+        ),
+        ("tokenizer_config", {"add_eos_token": True}, "add_eos_token: not applied"),
+        ("tokenizer_config", {"add_eos_token": False, "sp_model_kwargs": {}}, None),
+    ],
+)
+def test_a_field_that_is_not_known_or_not_applied_is_said(
+    file: str, raw: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    shutil.copytree(BUNDLED, tmp_path / "model")
+    path = tmp_path / "model" / f"{file}.json"
+    held = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(held | {name: value for name, value in raw.items() if name != "architectures"}))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        load_tokenizer(path.parent, read_config(path.parent))
+    assert [f"{path}: {said}" in str(one.message) for one in warned] == [True] * bool(said)
+
+
+def test_yarn_lengthens_by_attn_factor_as_in_a_gguf_file_and_by_nothing_else_then() -> None:
+    scaling = ModelConfig.from_hugging_face(LLAMA | {"rope_scaling": YARN | {"attn_factor": 0.5}}, "c").rope_scaling
+    assert scaling and scaling.length == pytest.approx(0.5 * (0.1 * math.log(4) + 1))
+    with pytest.raises(ValueError, match=r"attention_factor is 1\.2, but it must be absent beside attn_factor"):
+        ModelConfig.from_hugging_face(
+            LLAMA | {"rope_scaling": YARN | {"attn_factor": 0.5, "attention_factor": 1.2}}, "c"
+        )
 
 
 def test_a_text_ends_as_the_tokenizer_says_where_no_other_end_is_valid(tmp_path: Path) -> None:

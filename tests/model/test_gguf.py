@@ -362,6 +362,11 @@ def test_a_field_or_tensor_that_makes_no_sense_is_refused_by_name(family: str, h
     assert re.search(said, say(made(family, how=how, tie_word_embeddings="tensors" in how)))
 
 
+def test_a_field_that_is_not_known_is_said(made: Make) -> None:
+    with pytest.warns(UserWarning, match=r"model.gguf: attention.new: not known here, and without an effect$"):
+        read_config(made(how={"fields": {".attention.new": 3, ".rope.scaling.finetuned": True}}))
+
+
 def test_an_unknown_architecture_or_a_vocabulary_unlike_the_embedding_is_refused(made: Make, tmp_path: Path) -> None:
     path = write_parts(tmp_path / "other.gguf", "mamba", {}, {})
     assert "general.architecture is 'mamba', but it must be one of llama, qwen2, qwen3" in say(path)
