@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeGuard
 
-from .files.fields import COMPUTES, not_neutral, say, unknown
+from .files.fields import COMPUTES, YARN_COMPUTES, not_neutral, say, unknown
 from .files.float8 import is_stored_in_float8
 
 
@@ -178,7 +178,7 @@ class ModelConfig:
         """
         try:
             config = cls._from_fields(Fields(raw))
-            say(where, unknown(raw), "not known here, and without an effect")
+            say(where, unknown(raw), "not known here, and ignored")
             return config
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
@@ -213,7 +213,7 @@ class ModelConfig:
             head_dim = dim // n_heads
         counted = raw.get("num_key_value_heads") is not None  # the first Llama files do not have it
         theta, scaling = fields.rope()
-        stated = fields.whole("max_position_embeddings")
+        stated = min(fields.whole("max_position_embeddings"), fields.chunk())
         return cls(
             vocab_size=fields.whole("vocab_size"),
             dim=dim,
@@ -387,6 +387,17 @@ class Fields:
         """The sliding window, None if there is none."""
         return None if self.raw["sliding_window"] is None else self.whole("sliding_window")
 
+    def chunk(self) -> int:
+        """Positions up to which dual chunk attention (Qwen2.5-1M, arXiv 2501.15383) is plain attention."""
+        raw = self.raw.get("dual_chunk_attention_config")
+        if raw is None:
+            return MOST
+        if not isinstance(raw, dict):
+            self.refuse("dual_chunk_attention_config", "absent or a set of values")
+        inner = Fields(raw, "dual_chunk_attention_config: ")
+        size, local = inner.whole("chunk_size"), inner.whole("local_size")
+        return size - local if local < size else inner.refuse("local_size", f"below chunk_size, {size}")
+
     def windowless(self) -> bool:
         """Whether Qwen's sliding window begins after the last layer, so that use_sliding_window has no effect."""
         first, n_layers = self.raw.get("max_window_layers"), self.raw.get("num_hidden_layers")
@@ -427,6 +438,8 @@ class Fields:
                 )
             case "yarn":
                 factor = inner.number("factor")
+                for name in not_neutral(inner.raw, YARN_COMPUTES):
+                    inner.refuse(name, f"absent or {YARN_COMPUTES[name][0]!r}")
                 return theta, RopeScaling(
                     kind="yarn",
                     factor=factor,
@@ -442,7 +455,7 @@ class Fields:
     def attention_factor(self, factor: float) -> float | None:
         """YaRN's, as transformers finds it: the field, else by mscale and mscale_all_dim if both are present.
 
-        Or attn_factor times the paper's length, as vLLM and llama.cpp read it and DeepSeek's files mean it.
+        Or attn_factor times the paper's length, as vLLM reads it and DeepSeek's files mean it.
         """
         if self.raw.get("attn_factor") is not None:
             for name in ("attention_factor", "mscale", "mscale_all_dim"):

@@ -73,7 +73,8 @@ def read_config(folder: Path) -> ModelConfig:
         eos_ids = token_ids(later, "eos_token_id", str(generation))
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    say(generation, not_neutral(later, CHANGES_TEXTS), "not applied: a request says how it samples, see SamplingParams")
+    beside = "not applied: a request says how it samples, and SamplingParams.processor may do that"
+    say(generation if later else path, not_neutral(later or raw, CHANGES_TEXTS), beside)
     ends = _in_vocabulary(eos_ids, config, generation, "eos_token_id")
     instead = _in_vocabulary(config.eos_ids, config, path, "eos_token_id")
     bos = _in_vocabulary(() if config.bos_id is None else (config.bos_id,), config, path, "bos_token_id")

@@ -16,7 +16,7 @@ READ = frozenset(
     "num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps rope_theta rope_scaling "
     "rope_parameters original_max_position_embeddings partial_rotary_factor tie_word_embeddings bos_token_id "
     "eos_token_id sliding_window use_sliding_window max_window_layers layer_types attention_bias mlp_bias dtype "
-    "torch_dtype quantization quantization_config compression_config".split()
+    "torch_dtype quantization quantization_config dual_chunk_attention_config".split()
 )
 # training, what other programs do with the file, and how they sample where nobody says how
 IDLE = frozenset(
@@ -32,28 +32,30 @@ IDLE = frozenset(
     "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens diversity_penalty max_sequence_length "
     "unsloth_version unsloth_fixed is_llama_config transformers.js_config _attn_implementation "
     "_attn_implementation_autoset attn_implementation _flash_attn_2_enabled use_flash_attn gradient_checkpointing "
-    "neftune_noise_alpha use_mrope rope_theta_base model_max_length tokenizer_model_max_length seq_length".split()
+    "neftune_noise_alpha use_mrope num_nextn_predict_layers activation "
+    "output_router_logits num_experts_per_tok model_max_length tokenizer_model_max_length seq_length".split()
 )
 # what other families, or these families in other programs, compute by; the values that compute nothing
 COMPUTES: dict[str, tuple[object, ...]] = {
     "attention_multiplier": (), "embedding_multiplier": (1,), "residual_multiplier": (1,), "logits_scaling": (1,),
     "logit_scale": (1,), "scale_emb": (1,), "scale_depth": (), "dim_model_base": (), "query_pre_attn_scalar": (),
     "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "clip_qkv": (0,),
-    "dual_chunk_attention_config": (), "no_rope_layers": (1, []), "no_rope_layer_interval": (0,),
+    "is_causal": (True,), "compression_config": (), "no_rope_layers": (1, []), "no_rope_layer_interval": (0,),
     "rope_interleaved": (False,), "alibi": (False,),
     "position_embedding_type": ("rope", "absolute"), "rotary_pct": (1,), "use_qk_norm": (False,), "qk_norm": (False,),
     "qk_layernorm": (False,), "parallel_attn": (False,), "use_parallel_residual": (False,), "num_experts": (0, 1),
     "num_local_experts": (0, 1), "n_routed_experts": (0, 1), "attention_chunk_size": (), "attention_sinks": (False,),
-    "num_nextn_predict_layers": (0,), "cross_attention_layers": ([],), "kv_lora_rank": (0,), "mup_base_width": (),
+    "cross_attention_layers": ([],), "kv_lora_rank": (0,), "mup_base_width": (),
 }  # fmt: skip
 ROPE = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"))
 ROPE_OF: Mapping[str, frozenset[str]] = {  # besides, of scalings of rotary frequencies that are stretched
     "llama3": frozenset(("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
     "yarn": frozenset(
         "original_max_position_embeddings beta_fast beta_slow truncate attention_factor attn_factor mscale "
-        "mscale_all_dim finetuned".split()
+        "mscale_all_dim finetuned extrapolation_factor apply_yarn_scaling".split()
     ),
 }
+YARN_COMPUTES: dict[str, tuple[object, ...]] = {"extrapolation_factor": (1,), "apply_yarn_scaling": (True,)}
 
 # ---- generation_config.json and tokenizer_config.json
 
@@ -95,8 +97,13 @@ def unknown(raw: Mapping[str, Any]) -> list[str]:
     return found
 
 
+_said = set[str]()
+
+
 def say(where: object, names: Collection[str], what: str) -> None:
-    """A warning that names these fields of a file, if there are any."""
-    if names:
-        shown = ", ".join(names)
-        warnings.warn(f"{where}: {shown if len(shown) <= 200 else f'{shown[:200]} ...'}: {what}", stacklevel=1)
+    """A warning that names these fields of a file, if there are any, once: files are read several times."""
+    shown = ", ".join(names)
+    text = f"{where}: {shown if len(shown) <= 200 else f'{shown[:200]} ...'}: {what}"
+    if names and text not in _said:
+        _said.add(text)
+        warnings.warn(text, stacklevel=1)

@@ -66,7 +66,8 @@ _READ = frozenset(
     "attention.sliding_window rope.dimension_count rope.freq_base rope.scale_linear rope.scaling.type "
     "rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor "
     "rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
-    "tensor_data_layout expert_used_count".split()  # the last two: of no effect without the layout, or experts
+    "tensor_data_layout expert_used_count pooling_type classifier.output_labels rope.dimension_sections "
+    "attention.layer_norm_epsilon".split()  # from "tensor_data_layout" on of no effect in these architectures
 )
 
 
@@ -355,7 +356,7 @@ class Header(Fields):
         fields = self.arch_fields
         self._only_neutral(_NEUTRAL)
         ruled = (name for name, _ in (*_NEUTRAL, *_NEUTRAL_ROPE, *_NEUTRAL_YARN))
-        say(self.path, sorted(fields.raw.keys() - _READ.union(ruled)), "not known here, and without an effect")
+        say(self.path, sorted(fields.raw.keys() - _READ.union(ruled)), "not known here, and ignored")
         dim, n_heads = self._size("embedding_length"), self._size("attention.head_count")
         if "attention.key_length" in fields.raw:
             head_dim = self._size("attention.key_length")
@@ -437,7 +438,8 @@ class Header(Fields):
     def _yarn(self) -> RopeScaling:
         """YaRN as llama.cpp's converter writes it from a config.json, whose attention_factor it calls yarn_attn_factor.
 
-        attn_factor multiplies the resulting length; finetuned says where a model comes from and changes nothing.
+        attn_factor multiplies the resulting length; finetuned says where a model comes from and changes nothing. The
+        converter writes a config.json's attn_factor, too, as yarn_attn_factor: of the two it is the one below 1.
         """
         fields, prefix = self.arch_fields, "rope.scaling."
         if "rope_freqs.weight" in self._tensors:
@@ -445,6 +447,8 @@ class Header(Fields):
         factor = fields.number(f"{prefix}factor")
         own = f"{prefix}yarn_attn_factor"
         stated = fields.number(own) if own in fields.raw else None
+        if stated is not None and stated < 1:
+            stated *= yarn_length(factor)
         more = fields.number(f"{prefix}attn_factor") if f"{prefix}attn_factor" in fields.raw else 1.0
         return RopeScaling(
             kind="yarn",

@@ -183,8 +183,9 @@ NOTES = {"architectures": None, "initializer_range": 0.02, "transformers_version
     ("file", "raw", "said"),
     [
         ("config", NOTES, None),
+        ("config", {"repetition_penalty": 1.3}, "repetition_penalty: not applied"),
         ("config", {"new_attention": 3, "logit_bias_rank": None}, "logit_bias_rank, new_attention: not known here"),
-        ("config", {"rope_scaling": YARN | {"extrapolation": 1}}, "rope_scaling.extrapolation: not known here"),
+        ("config", {"rope_scaling": YARN | {"extrapolation": 1}}, "rope_scaling.extrapolation: not known"),
         ("config", {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1}}, "rope_scaling.mscale: not known"),
         ("generation_config", {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.0}, None),
         (
@@ -207,6 +208,19 @@ def test_a_field_that_is_not_known_or_not_applied_is_said(
         warnings.simplefilter("always")
         load_tokenizer(path.parent, read_config(path.parent))
     assert [f"{path}: {said}" in str(one.message) for one in warned] == [True] * bool(said)
+
+
+def test_dual_chunks_are_plain_attention_up_to_one_of_them() -> None:
+    chunks = {"chunk_size": 200, "local_size": 50, "original_max_position_embeddings": 200}
+    read = ModelConfig.from_hugging_face
+    assert read(LLAMA | {"dual_chunk_attention_config": chunks}, "c").max_seq_len == 150
+    for wrong, said in (
+        ({}, "chunk_size is missing"),
+        (chunks | {"local_size": 200}, "below chunk_size, 200"),
+        (3, "set of"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read(LLAMA | {"dual_chunk_attention_config": wrong}, "c")
 
 
 def test_yarn_lengthens_by_attn_factor_as_in_a_gguf_file_and_by_nothing_else_then() -> None:

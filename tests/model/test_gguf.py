@@ -146,7 +146,7 @@ def yarn_fields(rope: dict[str, Any]) -> dict[str, Any]:
     return {".rope.scaling.type": "yarn"} | {YARN_FIELDS[name]: rope[name] for name in rope if name in YARN_FIELDS}
 
 
-@pytest.mark.parametrize("more", [{}, {"attention_factor": 0.75}, {"beta_fast": 16.0, "beta_slow": 2.0}])
+@pytest.mark.parametrize("more", [{}, {"attention_factor": 1.25}, {"beta_fast": 16.0, "beta_slow": 2.0}])
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
 def test_yarn_is_that_of_the_folder_the_file_was_made_of(family: str, more: dict[str, Any], tmp_path: Path) -> None:
     rope = QWEN_YARN | more | {"rope_theta": 50000.0}
@@ -163,8 +163,8 @@ def test_yarn_is_that_of_the_folder_the_file_was_made_of(family: str, more: dict
     [
         ({}, 0.1 * np.log(4.0) + 1),
         ({".rope.scaling.attn_factor": 0.5}, (0.1 * np.log(4.0) + 1) / 2),
-        ({".rope.scaling.yarn_attn_factor": 0.75}, 0.75),
-        ({".rope.scaling.yarn_attn_factor": 0.75, ".rope.scaling.attn_factor": 2.0}, 1.5),
+        ({".rope.scaling.yarn_attn_factor": 0.75}, 0.75 * (0.1 * np.log(4.0) + 1)),  # a config.json's attn_factor
+        ({".rope.scaling.yarn_attn_factor": 1.25, ".rope.scaling.attn_factor": 2.0}, 2.5),
         ({".rope.scaling.yarn_ext_factor": 1.0, ".rope.scaling.yarn_log_multiplier": 0.0}, 0.1 * np.log(4.0) + 1),
         ({".rope.scaling.yarn_ext_factor": -1.0, ".rope.scaling.finetuned": True}, 0.1 * np.log(4.0) + 1),
     ],
@@ -363,7 +363,7 @@ def test_a_field_or_tensor_that_makes_no_sense_is_refused_by_name(family: str, h
 
 
 def test_a_field_that_is_not_known_is_said(made: Make) -> None:
-    with pytest.warns(UserWarning, match=r"model.gguf: attention.new: not known here, and without an effect$"):
+    with pytest.warns(UserWarning, match=r"model.gguf: attention.new: not known here, and ignored$"):
         read_config(made(how={"fields": {".attention.new": 3, ".rope.scaling.finetuned": True}}))
 
 
