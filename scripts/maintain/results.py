@@ -358,7 +358,8 @@ def page(folder: Path) -> str:
     kernels = here["instructions"] + " (forced: it has more)" * here.get("forced", False)
     lines = [
         f"# {here['cpu']}, {kernels}, {here['cores']} cores: {about['date']}", "",
-        f"SmolLM2-135M in bf16, {here['threads']} threads, torch {here['torch'].partition('+')[0]}; the machine read "
+        "SmolLM2-135M in bf16, of a file in Q4_1 (int4 copies keep its blocks and lose nothing; other models' would), "
+        f"{here['threads']} threads, torch {here['torch'].partition('+')[0]}; the machine read "
         f"{about['gb_per_second']:.1f} GB/s and computed {about['gflops']:.0f} GFLOP/s in fp32 when this began. "
         f"Written by `scripts/maintain/results.py`; [what the words mean](../../../docs/measure.md). Prompts of "
         f"sweeps are stretches of books that no setting was tuned on. Engine {about['engine']}.",
@@ -398,7 +399,7 @@ def front(folder: Path, readme: str) -> str:
         "decoding. Over batches and contexts,\nsampled, `--draft auto` makes "
         f"{ends['sweep']} with SmolLM2-135M and {ends['long']} with the bundled model (the plot);\n"
         f"{equal} greedy rows equal plain decoding, token for token: [all figures]({place}/README.md). "
-        "CPUs with more\narithmetic per byte [gained more](benchmarks/cpu/earlier.md), by earlier engines."
+        "Other CPUs\n[gain less or more](benchmarks/README.md)."
     )
     return between(readme, "measured", text)
 

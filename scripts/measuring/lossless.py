@@ -213,7 +213,7 @@ def tested(finding: Finding, engine: Engine) -> Finding:
 
 def seen(n: int) -> str:
     """The power of n tokens that were compared one by one."""
-    rarest = 1 / -math.expm1(math.log1p(-POWER) / n)
+    rarest = 1 / -math.expm1(math.log1p(-POWER) / max(1, n))
     return f"; a fault in one of {rarest:,.0f} tokens would have been found with {POWER:.0%}"
 
 
