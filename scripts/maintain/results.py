@@ -175,7 +175,8 @@ def of_first(found: Record) -> list[str]:
     )  # fmt: skip
     arms = [one for one in found.get("found", []) if one["rounds"]]
     said = ", ".join(f"{one['name']} in {one['rounds']} rounds" for one in arms)
-    about = "Medians of three runs of each kind in turns; the prompt is a text whose form repeats"
+    about = "Medians of three runs of each kind in turns; the prompt is a text whose form repeats. Who drafts differs "
+    about += "from one call of the program to the next, and with it what is sampled, how often it repeats, and the gain"
     return [*table.markdown(rows), "", f"{about}. Who drafted in the last one: {said or 'nobody'}."]
 
 
