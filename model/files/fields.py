@@ -1,6 +1,7 @@
 """What becomes of the fields of the JSON files beside a model's weights: read, of no effect here, or refused.
 
-A field that is in no list here is named in a warning: it may be one that computes something.
+A field of a config.json that is in no list here is named in a warning: it may be one that computes something. Of the
+other two files those are named that are known to change texts or ids, and are not applied.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ CHANGES_IDS: dict[str, tuple[object, ...]] = {
 
 def is_neutral(value: object, neutral: Collection[object]) -> bool:
     """Whether a field, or each of a list, has a value that changes nothing."""
-    several = isinstance(value, list) and value and all(one in neutral for one in value if one != [])
-    return value is None or value in neutral or bool(several)
+    each = value if isinstance(value, list) and value else [value]
+    return value is None or all(one in neutral for one in each)
 
 
 def not_neutral(raw: Mapping[str, Any], rules: Mapping[str, tuple[object, ...]]) -> list[str]:

@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT / "scripts"))  # where the other programs and their 
 
 from common import parser_of, refusing, started
 from gpt_fast_sd.fast import chosen
-from gpt_fast_sd.fast.cpu.instruction_sets import VARIABLE
+from gpt_fast_sd.fast.cpu.instruction_sets import VARIABLE, sets_here
 from gpt_fast_sd.loading import sensible_threads
 from inputs.prompts import short_name
 from maintain.hero import hero
@@ -451,7 +451,7 @@ def begin(*, fresh: bool) -> Path:
     """The folder of this machine's set, begun or gone on with; ValueError if another engine or machine began it."""
     torch.set_num_threads(sensible_threads())  # as many as the programs take
     here, engine = environment(torch.device("cpu")), engine_here()
-    here["forced"] = VARIABLE in os.environ
+    here["forced"] = VARIABLE in os.environ and chosen() != sets_here()[0]
     name = f"{here['instructions']} {'forced ' * here['forced']}{here['cpu']}".lower()
     folder = CPU / re.sub(r"[^a-z0-9]+", "-", name).strip("-")
     file = folder / "set.json"
