@@ -4,6 +4,8 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
         C listed entries, W entries of the window.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,9 +32,18 @@ def test_a_long_list_has_no_more_chunks_than_the_merge_reads() -> None:
     assert 2 * sparse_triton.chunk_for(224 + 70) < 224 + 70
 
 
-@pytest.mark.parametrize(("n_listed", "width"), [(48, 16), (160, 40)])  # one chunk, and several
-def test_of_planes_a_tail_is_read_whole_and_half_of_all_else(n_listed: int, width: int) -> None:
-    case = Case([192, 40], [220, 52], n_listed=n_listed, width=width, n_tokens=2, dtype=BF16, held=PLANES, tail=TAIL)
+TAILED = {"dtype": BF16, "held": PLANES, "tail": TAIL}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"n_listed": 48, "width": 16, **TAILED}, {"n_listed": 160, "width": 40, **TAILED},  # one chunk, and several
+        {"group": 8, "n_tokens": 17},  # more rows than a tile has
+    ],
+)  # fmt: skip
+def test_what_random_cases_seldom_have_is_that_of_fp64(shape: dict[str, Any]) -> None:
+    case = Case([192, 40], [220, 52], **{"n_tokens": 2} | shape)
     assert_close(case.attend(), case.expected())
 
 
