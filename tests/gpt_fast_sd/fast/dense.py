@@ -4,11 +4,9 @@ Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv head
         C listed entries, W entries of the window.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -156,22 +154,6 @@ class Listed(Case):
         k, v = self.meant
         exact, size = attention(self.q.double(), k, torch.cat([v, v.abs()], -1), self.seen())[0].chunk(2, -1)
         return exact, size
-
-
-def each(*what: object, **shape: Any) -> Iterator[Any]:
-    """Parameters `what`, and a shape for each pair of values of those that are lists, at most two.
-
-    The ordinary run has each value of both, the slow one all pairs. "group n_tokens" has tuples for values.
-    """
-    varied = {names: values for names, values in shape.items() if isinstance(values, list)}
-    first, second = [*varied.values(), [None], [None]][:2]
-    same = {name: value for name, value in shape.items() if name not in varied}
-    for (i, a), (j, b) in itertools.product(enumerate(first), enumerate(second)):
-        own = dict(same)
-        for names, value in zip(varied, (a, b), strict=False):
-            own.update(zip(names.split(), value if " " in names else (value,), strict=True))
-        marks = () if i % len(second) == j % len(first) else pytest.mark.slow
-        yield pytest.param(*what, own, marks=marks)
 
 
 def assert_close(got: Tensor, expected: tuple[Tensor, Tensor]) -> None:

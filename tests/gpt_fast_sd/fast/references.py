@@ -1,14 +1,13 @@
 """The slow, obvious reference of every operator that attends, selects or multiplies on CUDA: in tests its CPU body.
 
-On a CPU the package never calls the operators themselves. Here each gets its reference as a body, so that torch can
-check them, and so that a CPU can work as CUDA does, see `as_on_cuda`.
+On a CPU the package never calls the operators themselves. Here each gets its reference as a body, two of selection what
+the core has, so that torch can check them, and so that a CPU can work as CUDA does, see `as_on_cuda`.
 
-Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K,
+Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K,
         H head dim, R = G * T, P pages, n pages chosen, C listed entries, W entries of the window, M = C + W.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch import Tensor
 from gpt_fast_sd.fast.ops import choice, decode, int8, prefill, select, sparse
 from gpt_fast_sd.fast.ops.layer import layer_of as unflat
 from gpt_fast_sd.model import FORMATS, CacheLayer
+from gpt_fast_sd.policies import selection
 
 
 def as_on_cuda(patch: pytest.MonkeyPatch) -> None:
@@ -153,26 +153,6 @@ def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
     return F.pad(torch.where(place < n_scores, place, -1), (0, n - place.shape[-1]), value=-1)
 
 
-def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
-    pages = top_pages(mass, first_window_page[:, None], kv_indices.shape[-1] // page)  # [L, B, K, n]
-    entries = pages[..., None] * page + torch.arange(page)  # [L, B, K, n, page]
-    listed = torch.where(pages[..., None] >= 0, entries, -1).flatten(-2)
-    listed = F.pad(listed, (0, kv_indices.shape[-1] - listed.shape[-1]), value=-1)  # [L, B, K, C]
-    kv_indices.copy_(torch.where(due[:, None, None], listed, kv_indices))
-
-
-def page_bounds(layer: CacheLayer, bounds: Tensor, first: Tensor, n_pages: int, page: int) -> None:
-    row = torch.arange(first.shape[0])[:, None]  # [B, 1]
-    pages = (first[:, None] + torch.arange(n_pages)).clamp(max=bounds.shape[2] - 1)  # [B, n]
-    entries = pages[..., None] * page + torch.arange(page)  # [B, n, page]
-    in_pages = meant_by(replace(layer, tail=0))[0][row[..., None], :, entries]  # [B, n, page, K, H]
-    high, low = in_pages.amax(2), in_pages.amin(2)  # [B, n, K, H]
-    if layer.format.scaled:  # outward by one step of bf16
-        infinity = torch.tensor(float("inf"), dtype=torch.bfloat16)
-        high, low = high.bfloat16().nextafter(infinity), low.bfloat16().nextafter(-infinity)
-    bounds[row, :, pages] = torch.cat([high, low], -1)  # [B, n, K, 2H]
-
-
 def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
     rows = q.unflatten(1, (bounds.shape[1], -1)).flatten(2, 3).float()  # [B, K, R, H]
     signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], -1)  # [B, K, R, 2H]
@@ -205,9 +185,9 @@ def of_flat(reference: Callable[..., Any]) -> Callable[..., Any]:
 for reference, operator in OPERATORS.items():
     operator.register_kernel("cpu")(of_flat(reference))
 select._page_bounds.register_kernel("cpu")(
-    lambda buffers, form, tail, fine, *others: page_bounds(unflat(buffers, form, tail, fine), *others)
+    lambda buffers, form, tail, fine, *others: selection.page_bounds(unflat(buffers, form, tail, fine), *others)
 )
 select.top_pages.register_kernel("cpu")(top_pages)
-select.guided_select.register_kernel("cpu")(guided_select)
+select.guided_select.register_kernel("cpu")(selection.guided_select)
 select.quest_pages.register_kernel("cpu")(quest_pages)
 int8._int8_linear.register_kernel("cpu")(int8_linear)
