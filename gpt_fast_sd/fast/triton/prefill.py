@@ -19,6 +19,7 @@ from gpt_fast_sd.model import CacheLayer
 
 from .common import (
     LOG2_E,
+    MISSING,
     block_of,
     entry_size,
     family,
@@ -73,15 +74,15 @@ KEY_MASS = {
 
 @triton.jit
 def read_block(
-    b_q, b_q2, b_q_half, b_out, b_out2, b_halves, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low, p_v_low,
+    b_q, b_q2, b_q_missing, b_out, b_out2, b_unread, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low, p_v_low,
     b_limit, j, last, whole_from,
     SCALE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
     TAIL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax: BLOCK_N keys from j on; unless MASKED all of them are before all rows.
 
-    H: numbers of an entry that lie together. b_q2 and b_out2: of planes, the second half of heads; b_q_half and
-    b_halves: with a TAIL; else they are anything.
+    H: numbers of an entry that lie together. b_q2 and b_out2: of planes, the second half of heads; b_q_missing and
+    b_unread: with a TAIL; else they are anything.
     """
     o_h = tl.arange(0, BLOCK_H)
     # [BLOCK_N]
@@ -107,7 +108,7 @@ def read_block(
     if FORMAT == 3:
         b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
     if TAIL:
-        b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_half[:, None]
+        b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_missing[:, None]
     if FORMAT % 2 == 1:
         b_s *= b_k_scale[None, :]
     if MASKED:
@@ -121,7 +122,7 @@ def read_block(
     if FORMAT % 2 == 1:
         b_w *= b_v_scale[None, :]
     if TAIL:
-        b_halves = b_halves * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
+        b_unread = b_unread * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
     if FORMAT == 3:
         b_v, b_v2 = load_planes(p_v + o_block, p_v_low + o_block, m_block, m_whole, b_q.dtype, TAIL, b_q.shape[0])
         # [BLOCK_R, BLOCK_H]
@@ -136,7 +137,7 @@ def read_block(
     b_out = tl.dot(
         b_w.to(b_q.dtype), widen(b_v, b_q.dtype, b_q.shape[0]), b_out * b_shrink[:, None], input_precision="ieee"
     )
-    return b_out, b_out2, b_halves, b_new, b_total
+    return b_out, b_out2, b_unread, b_new, b_total
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_keys", "pos_b", "pos_t"], do_not_specialize_on_alignment=["p_pos"])
@@ -183,23 +184,23 @@ def prefill_kernel(
     b_out = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     # What only planes, and only drafts, have; else anything.
     b_q2, b_out2 = b_q, b_out
-    b_q_half, b_halves, whole_from = b_total, b_total, last
+    b_q_missing, b_unread, whole_from = b_total, b_total, last
     if FORMAT == 3:
         b_q2 = tl.load(p_q + HELD, mask=m_tile, other=0.0)
         b_out2 = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     if TAIL:
         whole_from = (tl.load(p_pos + i_b * pos_b) - (TAIL - 1)).to(tl.int32)
         # [BLOCK_R]
-        b_q_half = 0.5 * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
-        b_halves = tl.zeros([BLOCK_R], tl.float32)
+        b_q_missing = MISSING * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
+        b_unread = tl.zeros([BLOCK_R], tl.float32)
     for j in range(0, n_all, BLOCK_N):
-        b_out, b_out2, b_halves, b_max, b_total = read_block(
-            b_q, b_q2, b_q_half, b_out, b_out2, b_halves, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low,
+        b_out, b_out2, b_unread, b_max, b_total = read_block(
+            b_q, b_q2, b_q_missing, b_out, b_out2, b_unread, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low,
             p_v_low, b_limit, j, last, whole_from, SCALE, HELD, BLOCK_H, BLOCK_N, FORMAT, TAIL, False,
         )  # fmt: skip
     for j in range(n_all, last + 1, BLOCK_N):
-        b_out, b_out2, b_halves, b_max, b_total = read_block(
-            b_q, b_q2, b_q_half, b_out, b_out2, b_halves, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low,
+        b_out, b_out2, b_unread, b_max, b_total = read_block(
+            b_q, b_q2, b_q_missing, b_out, b_out2, b_unread, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low,
             p_v_low, b_limit, j, last, whole_from, SCALE, HELD, BLOCK_H, BLOCK_N, FORMAT, TAIL, True,
         )  # fmt: skip
 
@@ -207,8 +208,8 @@ def prefill_kernel(
     o_out = (i_b * n_tokens + o_t) * (K * G) + o_head
     p_out += o_out[:, None] * H + o_h[None, :]
     if TAIL:
-        b_out += 0.5 * b_halves[:, None]
-        b_out2 += 0.5 * b_halves[:, None]
+        b_out += MISSING * b_unread[:, None]
+        b_out2 += MISSING * b_unread[:, None]
     tl.store(p_out, tl.where((b_limit >= 0)[:, None], b_out / b_total[:, None], 0.0), mask=m_tile)
     if FORMAT == 3:
         tl.store(p_out + HELD, tl.where((b_limit >= 0)[:, None], b_out2 / b_total[:, None], 0.0), mask=m_tile)
@@ -272,8 +273,8 @@ def mass_kernel(
                 b_q2 = tl.load(p_q + HELD + o_q, mask=m_r[:, None] & m_h[None, :], other=0.0)
                 b_s = tl.dot(b_k2, tl.trans(b_q2), b_s, input_precision="ieee")
                 if TAIL:
-                    b_q_half = 0.5 * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
-                    b_s += tl.where(m_whole, 0.0, 1.0)[:, None] * b_q_half[None, :]
+                    b_q_missing = MISSING * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
+                    b_s += tl.where(m_whole, 0.0, 1.0)[:, None] * b_q_missing[None, :]
             b_s *= b_scale[:, None]
             b_w = tl.where(o_j[:, None] <= b_limit[None, :], tl.exp2(b_s - b_lse[None, :]), 0.0)
             b_mass += tl.sum(b_w, 1)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gpt_fast_sd.model import CacheLayer
 
-from .common import LOG2_E, block_of, entry_size, family, format_of, load_planes, load_scales, strides, widen
+from .common import LOG2_E, MISSING, block_of, entry_size, family, format_of, load_planes, load_scales, strides, widen
 from ..ops.sizes import ONE_CHUNK
 
 MOST_CHUNKS = 16  # chunks that the merge reads at once
@@ -129,8 +129,8 @@ def chunk_kernel(
     if TAIL:
         whole_from = (tl.load(p_pos + i_b * pos_b) - (TAIL - 1)).to(tl.int32)
         # [BLOCK_R]
-        b_q_half = 0.5 * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
-        b_halves = tl.zeros([BLOCK_R], tl.float32)
+        b_q_missing = MISSING * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
+        b_unread = tl.zeros([BLOCK_R], tl.float32)
     p_kv_indices += i_b * list_b + i_k * list_k
 
     # Finite, so that a row that has seen no key yet does not subtract infinities.
@@ -163,7 +163,7 @@ def chunk_kernel(
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
             b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
             if TAIL:
-                b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_half[:, None]
+                b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_missing[:, None]
         else:
             b_k = widen(tl.load(p_k + o_kv, mask=m_kv, other=0.0), b_q.dtype, BLOCK_R)
             # [BLOCK_R, BLOCK_N]
@@ -181,7 +181,7 @@ def chunk_kernel(
         if FORMAT % 2 == 1:
             b_w *= b_v_scale[None, :]
         if TAIL:
-            b_halves = b_halves * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
+            b_unread = b_unread * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
         if FORMAT == 3:
             # [BLOCK_N, BLOCK_H]
             b_v, b_v2 = load_planes(p_v + o_kv, p_v_low + o_kv, m_kv, m_whole, b_q.dtype, TAIL, BLOCK_R)
@@ -195,8 +195,8 @@ def chunk_kernel(
 
     m_out = m_r[:, None] & m_h[None, :]
     if TAIL:
-        b_out += 0.5 * b_halves[:, None]
-        b_out2 += 0.5 * b_halves[:, None]
+        b_out += MISSING * b_unread[:, None]
+        b_out2 += MISSING * b_unread[:, None]
     if WHOLE:
         b_by = tl.where(b_total > 0, b_total, 1.0)[:, None]
         o_out = ((i_b * n_tokens + o_r // G) * K + i_k) * G + o_r % G

@@ -140,7 +140,7 @@ def timed_attention(
     for heads in dict.fromkeys(Heads.of(setup, context) for context in contexts):
         n, wide = heads.context, heads.layer(device)
         for held, layer in (formats(wide) if by_format else {"bfloat16": wide}).items():
-            split = fast.split_for(n)
+            split = fast.split_for(n, len(layer.k) * layer.k.shape[1])
             for n_tokens in widths[:1] if layer.tail else widths:  # what verifies reads both planes
                 (q, pos), what = heads.queries(n_tokens, device), f"{heads.batch} x {n:,}, T {n_tokens}, {held}"
                 cost, args = (heads.batch * layer.bytes_read(n), heads.flops(n_tokens)), (q, layer, pos, n)
