@@ -55,6 +55,7 @@ ROPE_OF: Mapping[str, frozenset[str]] = {  # besides, of scalings of rotary freq
         "original_max_position_embeddings beta_fast beta_slow truncate attention_factor attn_factor mscale "
         "mscale_all_dim finetuned extrapolation_factor apply_yarn_scaling".split()
     ),
+    "longrope": frozenset("original_max_position_embeddings short_factor long_factor attention_factor".split()),
 }
 YARN_COMPUTES: dict[str, tuple[object, ...]] = {"extrapolation_factor": (1,), "apply_yarn_scaling": (True,)}
 

@@ -87,17 +87,33 @@ def test_an_unquantized_file_has_every_bit_of_the_folder_it_was_made_of(family: 
     assert file.output.weight is file.embedding.weight
 
 
-@pytest.mark.parametrize("rope", ["llama3", "linear", "scale_linear", "none"])
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 50000.0, "short_factor": [1.0] * 4 + [1.5] * 4, "factor": 4.0,
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 9.0, 20.0, 40.0], "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", ["llama3", "linear", "scale_linear", "none", "longrope"])
 def test_rotary_scaling_is_read_from_factors_and_from_fields(rope: str, tmp_path: Path) -> None:
     plain = {"rope_type": "default", "rope_theta": 50000.0}
-    of_rope = {"llama3": LLAMA3, "none": plain}.get(rope, plain | {"rope_type": "linear", "factor": 4.0})
+    of_rope = {"llama3": LLAMA3, "none": plain, "longrope": LONGROPE}.get(
+        rope, plain | {"rope_type": "linear", "factor": 4.0}
+    )
     theirs = transformers_model("Llama", rope_parameters=of_rope)
     fields: dict[str, Any] = {
         "linear": {".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0},
         "scale_linear": {".rope.scale_linear": 4.0},
         "none": {".rope.scaling.type": "none"},
+        "longrope": {  # as llama.cpp's converter writes that of Phi-3
+            ".rope.scaling.type": "longrope",
+            ".rope.scaling.original_context_length": 64,
+            ".rope.scaling.attn_factor": (1 + np.log(4) / np.log(64)) ** 0.5,
+        },
     }.get(rope, {})
-    tensors = {}
+    tensors = {
+        f"rope_factors_{name}.weight": (np.array(LONGROPE[f"{name}_factor"], np.float32), Kind.F32)
+        for name in ("long", "short") if rope == "longrope"
+    }  # fmt: skip
     if rope == "llama3":  # llama.cpp divides each frequency by a stored factor
         exponent = torch.arange(0, 16, 2) / 16
         factors = (50000.0**-exponent / theirs.model.rotary_emb.inv_freq).float().numpy()
@@ -281,7 +297,11 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({".rope.dimension_count": 8}, "rope.dimension_count is 8, but it must be the size of a head"),
     ({".attention.value_length": 8}, "attention.value_length is 8"),
     ({".rope.scaling.factor": "4"}, "rope.scaling.factor is '4', but it must be a"),
-    ({".rope.scaling.type": "longrope", ".rope.scaling.attn_factor": 1.19}, "rope.scaling.type is 'longrope', but it"),
+    ({".rope.scaling.type": "longrope", ".rope.scaling.attn_factor": 1.19}, "has no tensor rope_factors_short.weight"),
+    (
+        {".rope.scaling.type": "longrope", ".rope.scaling.factor": 2.0},
+        "scaling.factor is 2.0, but it must be absent or 1",
+    ),
     ({".rope.scaling.attn_factor": 1.19}, "attn_factor is 1.1\\d+, but it must be abs"),
     ({".rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor is 1.0, but it must be absent or"),
     ({".rope.scaling.alpha": 1000.0}, "rope.scaling.alpha is 1000.0, but it must be absent or 0.0"),

@@ -1,8 +1,9 @@
-"""YaRN is what transformers does, to the bit where it is arithmetic, and to fp32 where it is a model."""
+"""YaRN and longrope are what transformers does, to the bit in arithmetic, and to fp32 in a model."""
 
 import json
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,19 @@ def test_yarn_that_makes_no_sense_is_refused_by_name(changes: dict[str, Any], sa
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"kind": "ntk"}, r"must be 'linear', 'llama3', 'yarn', 'dynamic' or 'factors', got 'ntk'"),
+        ({"kind": "ntk"}, r"must be 'linear', 'llama3', 'yarn', 'dynamic', 'factors' or 'longrope', got 'ntk'"),
         ({"factor": math.nan}, "factor must be at least 1, got nan"),
         ({"original_max_seq_len": 0}, "original_max_seq_len must be a whole number above 0, got 0"),
         ({"original_max_seq_len": 1.5}, "original_max_seq_len must be a whole number above 0, got 1.5"),
         ({"beta_fast": math.nan}, "needs beta_fast >= beta_slow > 0, got nan and 1.0"),
-        ({"attention_factor": 0.0}, "attention_factor must be a positive number in 'yarn' and None in every other"),
+        ({"attention_factor": 0.0}, "attention_factor must be a positive number in 'yarn' or 'longrope' and None in"),
         ({"kind": "linear", "attention_factor": 1.0}, "got 1.0 in 'linear'"),
+        ({"factors": (1.0,)}, r"'factors' or 'longrope' needs positive factors, and no other kind any: \(1.0,\)"),
+        ({"kind": "longrope", "factors": (1.0,)}, r"rope scaling 'longrope' needs positive factors, .*any: \(\)"),
+        (
+            {"kind": "longrope", "factors": (1.0,), "long_factors": (1.0,), "original_max_seq_len": 1},
+            "least 2 in 'longr",
+        ),
     ],
 )
 def test_a_scaling_built_of_nonsense_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -150,3 +157,29 @@ def test_an_engine_says_past_the_original_window_what_transformers_says(policy: 
     (found,) = engine.generate(asked.tolist(), SamplingParams(max_tokens=60, ignore_eos=True))
     assert found.tokens == out[0, 150:].tolist()
     assert len(set(found.tokens)) > 4
+
+
+def test_longrope_has_the_factors_of_an_engines_longest_text_and_not_of_a_text_at_hand(tmp_path: Path) -> None:
+    fields = {key: value for key, value in CONFIG.items() if key != "architectures"} | {"vocab_size": 258}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    lists = {"short_factor": [1.0, 1.5, 1.1, 1.3] * 2, "long_factor": [1.0, 2.0, 9.0, 40.0] * 2}
+    theirs = random_transformers_model("Llama", **fields, rope_parameters=rope | lists)
+    theirs.save_pretrained(tmp_path)
+    model, params = load_model(tmp_path), SamplingParams(max_tokens=32, ignore_eos=True)
+    drafts = DraftConfig(policy="standalone", draft_model="given", budget=64)
+    for longest, n, draft, how in (
+        (64, 32, None, {"model": model}),
+        (256, 150, drafts, {"model": load_model(tmp_path), "draft_model": load_model(tmp_path)}),
+    ):
+        asked = torch.randint(0, 256, (1, n), generator=torch.Generator().manual_seed(2))
+        with torch.no_grad():
+            out = theirs.generate(asked, max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            engine = tiny_engine(draft, **how, batch_size=1, max_seq_len=longest)
+        assert ["256 is over the 64 tokens" in str(one.message) for one in said] == [True] * len(how) * (longest > 64)
+        (found,) = engine.generate(asked.tolist(), params)
+        assert found.tokens == out[0, n:].tolist() and len(set(found.tokens)) > 4
+        assert {one.reads_long for one in how.values()} == {longest > 64}
+    with pytest.raises(ValueError, match=r"max_seq_len 256 needs other factors .* up to 64 tokens: load it again"):
+        tiny_engine(model=model, max_seq_len=256)
