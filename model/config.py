@@ -131,6 +131,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
     bos_id: int | None = None
@@ -171,6 +172,7 @@ class ModelConfig:
         attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
         bias = self.head_dim * (self.n_heads + 2 * self.n_kv_heads) if self.qkv_bias else 0
         bias += self.dim if self.o_bias else 0
+        bias += 2 * self.ffn_dim + self.dim if self.mlp_bias else 0
         norms = 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
         layer = attention + bias + norms + 3 * self.dim * self.ffn_dim
         return self.n_layers * layer + self.dim + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
@@ -200,10 +202,12 @@ class ModelConfig:
         raw = _LEFT_OUT[family] | dict(fields.raw)
         fields = Fields(raw)
         fields.only("hidden_act", "silu" if raw.get("hidden_act") != "swish" else "swish")  # two names of one function
-        fields.only("mlp_bias", False)
-        if family not in ("LlamaForCausalLM", "Qwen2ForCausalLM"):  # Qwen2 has some whatever this field says
+        mlp_biased, biased = (bool(raw.get(name)) and fields.flag(name) for name in ("mlp_bias", "attention_bias"))
+        if family != "LlamaForCausalLM":
+            fields.only("mlp_bias", False)
+        if family == "MistralForCausalLM":
             fields.only("attention_bias", False)
-        biased = family == "LlamaForCausalLM" and bool(raw.get("attention_bias")) and fields.flag("attention_bias")
+        biased = biased and family != "Qwen2ForCausalLM"  # which has its own whatever this field says
         if not fields.windowless():
             fields.only("use_sliding_window", False)
         fields.only("partial_rotary_factor", 1.0)
@@ -240,6 +244,7 @@ class ModelConfig:
             tie_embeddings=fields.flag("tie_word_embeddings"),
             qkv_bias=biased or family == "Qwen2ForCausalLM",
             o_bias=biased,
+            mlp_bias=mlp_biased,
             qk_norm=family == "Qwen3ForCausalLM",
             sliding_window=fields.window() if family == "MistralForCausalLM" else None,
             bos_id=next(iter(fields.ids("bos_token_id")), None),
@@ -249,10 +254,10 @@ class ModelConfig:
     def to_hugging_face(self) -> dict[str, Any]:
         """The config.json fields of this shape: from_hugging_face gives the same shape back."""
         family = _FAMILY_OF.get((self.qkv_bias, self.o_bias, self.qk_norm, self.sliding_window is not None))
-        if family is None:
+        if family is None or (self.mlp_bias and family != "LlamaForCausalLM"):
             raise ValueError(
                 "no Hugging Face family has this shape: "
-                f"qkv_bias {self.qkv_bias}, o_bias {self.o_bias}, qk_norm {self.qk_norm}, "
+                f"qkv_bias {self.qkv_bias}, o_bias {self.o_bias}, mlp_bias {self.mlp_bias}, qk_norm {self.qk_norm}, "
                 f"sliding_window {self.sliding_window}"
             )
         raw: dict[str, Any] = {
@@ -276,8 +281,10 @@ class ModelConfig:
         }
         if family == "MistralForCausalLM":
             raw["sliding_window"] = self.sliding_window
+        if family in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
+            raw["attention_bias"] = self.o_bias
         if family == "LlamaForCausalLM":
-            raw |= {"attention_bias": self.o_bias, "mlp_bias": False}
+            raw["mlp_bias"] = self.mlp_bias
         if self.rope_scaling is not None:
             raw["rope_scaling"] = self._rope_fields(self.rope_scaling)
         return raw
@@ -326,6 +333,7 @@ _FAMILY_OF = {  # (qkv_bias, o_bias, qk_norm, sliding window)
     (False, False, False, True): "MistralForCausalLM",
     (True, False, False, False): "Qwen2ForCausalLM",
     (False, False, True, False): "Qwen3ForCausalLM",
+    (True, True, True, False): "Qwen3ForCausalLM",
 }
 
 

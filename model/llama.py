@@ -68,8 +68,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w_in = nn.Linear(config.dim, 2 * config.ffn_dim, bias=False)
-        self.w_out = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w_in = nn.Linear(config.dim, 2 * config.ffn_dim, bias=config.mlp_bias)
+        self.w_out = nn.Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""

@@ -151,10 +151,13 @@ def name_table(config: ModelConfig, kv_copies: int = 1) -> dict[str, Layout]:
             )
         if config.o_bias:
             table[f"{ours}.attention.wo.bias"] = ((f"{theirs}.self_attn.o_proj.bias", 1, 1),)
-        table[f"{ours}.feed_forward.w_in.weight"] = (  # [F, 2, D]
-            (f"{theirs}.mlp.gate_proj.weight", 1, 1),
-            (f"{theirs}.mlp.up_proj.weight", 1, 1),
-        )
+        if config.mlp_bias:
+            table[f"{ours}.feed_forward.w_out.bias"] = ((f"{theirs}.mlp.down_proj.bias", 1, 1),)
+        for kind in ("bias", "weight") if config.mlp_bias else ("weight",):  # a weight is quantized once it is read
+            table[f"{ours}.feed_forward.w_in.{kind}"] = (  # [F, 2, D]
+                (f"{theirs}.mlp.gate_proj.{kind}", 1, 1),
+                (f"{theirs}.mlp.up_proj.{kind}", 1, 1),
+            )
         plain = {
             "attention_norm": "input_layernorm",
             "attention.wo": "self_attn.o_proj",

@@ -402,6 +402,7 @@ class Header(Fields):
             tie_embeddings="output.weight" not in self._tensors,
             qkv_bias=self.architecture == "qwen2" or biased,
             o_bias=biased,
+            mlp_bias=self.architecture == "llama" and "blk.0.ffn_down.bias" in self._tensors,
             qk_norm=self.architecture == "qwen3",
             sliding_window=window and fields.whole("attention.sliding_window"),
             bos_id=self.token("tokenizer.ggml.bos_token_id"),

@@ -77,7 +77,7 @@ def test_logits_equal_what_transformers_reads_from_the_same_file(case: str, made
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Llama with biases"])
 def test_an_unquantized_file_has_every_bit_of_the_folder_it_was_made_of(family: str, tmp_path: Path) -> None:
-    more = {"attention_bias": True} if family.endswith("biases") else {}
+    more = {"attention_bias": True, "mlp_bias": True} if family.endswith("biases") else {}
     theirs = transformers_model(family.split()[0], tie_word_embeddings=True, **more)
     theirs.save_pretrained(tmp_path)
     folder, file = load_model(tmp_path), load_model(write_gguf(tmp_path / "model.gguf", theirs))

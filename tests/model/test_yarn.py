@@ -144,10 +144,21 @@ def test_a_scaling_built_of_nonsense_is_refused(changes: dict[str, Any], says: s
         RopeScaling(**{"kind": "yarn", "factor": 4.0} | changes)
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2": {}, "Llama": {"mlp_bias": True}, "Qwen3": {"attention_bias": True, "head_dim": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", few(["off", "quest", "early_exit"], ["quest"]))
-def test_an_engine_says_past_the_original_window_what_transformers_says(policy: str, tmp_path: Path) -> None:
+def test_an_engine_says_past_the_original_window_what_transformers_says(
+    policy: str, family: str, tmp_path: Path
+) -> None:
     fields = {key: value for key, value in CONFIG.items() if key != "architectures"} | {"vocab_size": 258}
-    theirs = random_transformers_model("Qwen2", **fields, rope_parameters={"rope_theta": 10000.0} | YARN)
+    fields |= {"rope_parameters": {"rope_theta": 10000.0} | YARN} | FAMILIES[family]
+    theirs = random_transformers_model(family, **fields)
+    for layer in theirs.model.layers if family == "Qwen3" else ():
+        layer.self_attn.o_proj.bias.data /= 10  # else it says one token only
     theirs.save_pretrained(tmp_path)
     asked = torch.randint(0, 256, (1, 150), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
