@@ -31,7 +31,7 @@ from .float8 import (
     is_packed,
     is_stored_in_float8,
     is_unused,
-    scale_name,
+    scale_ending,
     scale_shapes,
 )
 from .pickled import describe_tensors, span
@@ -326,7 +326,7 @@ class Weights:
         described = folder / "config.json"
         # whether there may be float8 with scales: names alone would not say what these multiply
         raw = read_json(described) if described.is_file() else {}
-        self.scaled, self.block = is_stored_in_float8(raw), block_of(raw)
+        self.scaled, self.block, self.scale = is_stored_in_float8(raw), block_of(raw), scale_ending(raw)
         self._gguf: Header | None = None
         self._file: dict[str, tuple[Path, StoredTensors]] = {}
         if is_gguf(folder):
@@ -372,7 +372,7 @@ class Weights:
         return self._is_float8(self.called(name))
 
     def _is_float8(self, name: str) -> bool:
-        if not self.scaled or not {name, scale_name(name, self.block)} <= self._file.keys():
+        if not self.scaled or not {name, f"{name}{self.scale}"} <= self._file.keys():
             return False
         shape, dtype = self._file[name][1].describe(name)
         return dtype == FLOAT8 and len(shape) == 2
@@ -387,7 +387,7 @@ class Weights:
         Tensors that are float8 have their scales beside them; what concerns activations or a cache is not read.
         """
         asked = {self.called(name): shape for name, shape in shapes.items()}
-        scales = {scale_name(name, self.block) for name in asked if self._is_float8(name)}
+        scales = {f"{name}{self.scale}" for name in asked if self._is_float8(name)}
         packed = next((name for name in self._file if is_packed(name) and name not in scales), None)
         if packed is not None and not is_gguf(self.folder):
             raise CheckpointError(
@@ -406,9 +406,9 @@ class Weights:
                     f"{path}: {name} has shape {list(stored)}, but {self.header} asks for {list(shape)}"
                 )
             if self._is_float8(name):
-                self._check_scale(scale_name(name, self.block), shape)
+                self._check_scale(f"{name}{self.scale}", shape)
             elif dtype not in file.readable:
-                scale, what = scale_name(name, self.block), f"only {', '.join(file.readable)} can be read"
+                scale, what = f"{name}{self.scale}", f"only {', '.join(file.readable)} can be read"
                 if self.scaled and dtype == FLOAT8 and scale not in self._file:
                     what = f"{scale} is missing"
                 raise CheckpointError(f"{path}: {name} is stored as {dtype}, but {what}")
@@ -463,7 +463,7 @@ class Weights:
             begin, end, _ = part.indices(length)
             read.append(slice(begin // size, -(-end // size)))
             places.append(torch.arange(begin, end) // size - begin // size)
-        held = self._read(scale_name(name, self.block), *read).float()
+        held = self._read(f"{name}{self.scale}", *read).float()
         return held[places[0]][:, places[1]]
 
     def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
