@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig, stored_dtype, token_ids
 from ..llama import Transformer
 from ..rope import rope_frequencies
-from .fields import CHANGES_TEXTS, not_neutral, say
+from .fields import CHANGES_TEXTS, not_neutral, say, unknown_of_texts
 from .float8 import (
     FLOAT8,
     block_of,
@@ -75,6 +75,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise CheckpointError(str(error)) from None
     beside = "not applied: a request says how it samples, and SamplingParams.processor may do that"
     say(generation if later else path, not_neutral(later or raw, CHANGES_TEXTS), beside)
+    say(generation, unknown_of_texts(later), "not known here, and ignored")
     ends = _in_vocabulary(eos_ids, config, generation, "eos_token_id")
     instead = _in_vocabulary(config.eos_ids, config, path, "eos_token_id")
     bos = _in_vocabulary(() if config.bos_id is None else (config.bos_id,), config, path, "bos_token_id")

@@ -48,7 +48,6 @@ _NEUTRAL: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("logit_scale", (0.0, 1.0)),
     ("residual_scale", (0.0, 1.0)),
     ("embedding_scale", (0.0, 1.0)),
-    ("use_parallel_residual", (False,)),
 )
 _NEUTRAL_ROPE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("rope.scaling.alpha", (0.0,)),
@@ -72,8 +71,9 @@ _READ = frozenset(
     "attention.sliding_window rope.dimension_count rope.freq_base rope.scale_linear rope.scaling.type "
     "rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor "
     "rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
+    # of no effect in these architectures; the last, true in Qwen1.5's files, llama.cpp reads for GPT-NeoX alone
     "tensor_data_layout expert_used_count pooling_type classifier.output_labels rope.dimension_sections "
-    "attention.layer_norm_epsilon".split()  # from "tensor_data_layout" on of no effect in these architectures
+    "attention.layer_norm_epsilon use_parallel_residual".split()
 )
 
 

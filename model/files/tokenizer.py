@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ..config import ModelConfig
 from .chat_template import MOST_OF_A_TEMPLATE, Template, TemplateError
-from .fields import CHANGES_IDS, not_neutral, say
+from .fields import CHANGES_IDS, not_neutral, say, unknown_of_ids
 from .reading import CheckpointError, first_line, is_gguf, read_json, refuse_pointer
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class StreamDecoder:
         return text
 
 
+NOT_APPLIED = "not applied: texts become ids without"
 MOST_WITHOUT_ROW = 1024  # ids of a tokenizer; CodeLlama-34b has four
 SAMPLE = "The quick brown fox jumps over the lazy dog, 1234567890 times; naïve café, über 中文.\n\n\tif (x):"
 
@@ -142,6 +143,8 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
             ranked = re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", file.read(1024))
         path, tokenizer = model, (_TiktokenTokenizer if ranked else _SentencePieceTokenizer)(model, notes, config)
     _require_rows(path, tokenizer.vocab_size, config)
+    if notes.prefix is not None and notes.prefix != tokenizer.starts_with_space:
+        say(folder / "tokenizer_config.json", ["add_prefix_space"], NOT_APPLIED)
     return tokenizer
 
 
@@ -172,6 +175,7 @@ class _Notes:
     more: frozenset[str] = frozenset()  # other special tokens
     added: dict[str, tuple[int, bool]]  # tokens outside the vocabulary file: text -> id, special
     add_bos: bool | None
+    prefix: bool | None = None  # whether a text is said to begin with a space; None: nobody says so
     legacy: bool
     template: str | None
 
@@ -199,7 +203,8 @@ class _Notes:
         added = {text: (int(i), False) for text, i in _read_if_there(folder / "added_tokens.json").items()}
         for i, token in raw.get("added_tokens_decoder", {}).items():
             added[token["content"]] = (int(i), bool(token.get("special", False)))
-        say(folder / "tokenizer_config.json", not_neutral(raw, CHANGES_IDS), "not applied: texts become ids without")
+        say(folder / "tokenizer_config.json", not_neutral(raw, CHANGES_IDS), NOT_APPLIED)
+        say(folder / "tokenizer_config.json", unknown_of_ids(raw), "not known here, and ignored")
         template = _read_if_there(folder / "chat_template.json").get("chat_template", raw.get("chat_template"))
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -211,6 +216,7 @@ class _Notes:
             more=frozenset(text for text in more if isinstance(text, str)),
             added=added,
             add_bos=raw.get("add_bos_token"),
+            prefix=raw.get("add_prefix_space"),
             legacy=bool(raw.get("legacy", False)),
             template=template,
         )
@@ -243,7 +249,8 @@ class _BytesTokenizer(ABC):
         return frozenset({*self.special, *named, *ends, *(text for text in self.whole if text in template)} - {""})
 
     @functools.cached_property
-    def _starts_with_space(self) -> bool:
+    def starts_with_space(self) -> bool:
+        """Whether a text that begins without a space is read as if it had one."""
         return b"".join(map(self.token_bytes, self._encode("a"))).startswith(b" ")
 
     @abstractmethod
@@ -276,7 +283,7 @@ class _BytesTokenizer(ABC):
 
         They are those behind a line end, whose own are taken away.
         """
-        if not self._starts_with_space:
+        if not self.starts_with_space:
             return self._encode(text)
         head, ids = self._encode("\n"), self._encode("\n" + text)
         return ids[len(head) :] if ids[: len(head)] == head else self._encode(text)

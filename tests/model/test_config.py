@@ -211,7 +211,12 @@ NOTES = {"architectures": None, "initializer_range": 0.02, "transformers_version
             "repetition_penalty, suppress_",
         ),
         ("tokenizer_config", {"add_eos_token": True}, "add_eos_token: not applied"),
-        ("tokenizer_config", {"add_eos_token": False, "sp_model_kwargs": {}}, None),
+        ("tokenizer_config", {"add_eos_token": False, "sp_model_kwargs": {}, "image_token": "<s>"}, None),
+        ("tokenizer_config", {"add_prefix_space": True, "clean_up_tokenization_spaces": True, "errors": "x"}, None),
+        ("tokenizer_config", {"add_prefix_space": False}, "add_prefix_space: not applied"),
+        ("tokenizer_config", {"cut_token": 3, "legacy": True, "word_cutter": 1}, "cut_token, word_cutter: not known"),
+        ("generation_config", {"sampler": 1, "temperature": 1.0}, "sampler: not known"),
+        ("generation_config", "all of transformers", None),
     ],
 )
 def test_a_field_that_is_not_known_or_not_applied_is_said(
@@ -219,6 +224,8 @@ def test_a_field_that_is_not_known_or_not_applied_is_said(
 ) -> None:
     shutil.copytree(BUNDLED, tmp_path / "model")
     path = tmp_path / "model" / f"{file}.json"
+    if isinstance(raw, str):
+        raw = dict.fromkeys(pytest.importorskip("transformers").GenerationConfig().__dict__)
     held = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(held | {name: value for name, value in raw.items() if name != "architectures"}))
     with warnings.catch_warnings(record=True) as warned:

@@ -384,7 +384,7 @@ def test_a_field_or_tensor_that_makes_no_sense_is_refused_by_name(family: str, h
 
 def test_a_field_that_is_not_known_is_said(made: Make) -> None:
     with pytest.warns(UserWarning, match=r"model.gguf: attention.new: not known here, and ignored$"):
-        read_config(made(how={"fields": {".attention.new": 3, ".rope.scaling.finetuned": True}}))
+        read_config(made(how={"fields": {".attention.new": 3, ".use_parallel_residual": True}}))
 
 
 def test_an_unknown_architecture_or_a_vocabulary_unlike_the_embedding_is_refused(made: Make, tmp_path: Path) -> None:
