@@ -744,7 +744,10 @@ class _BytePairTokenizer(_BytesTokenizer):
         cut = header.text("tokenizer.ggml.pre", "default")
         if cut not in _SPLITS:
             header.refuse("tokenizer.ggml.pre", f"one of {', '.join(_SPLITS)}")
-        merges = [(merge[:1] + first, second) for merge in header.texts("tokenizer.ggml.merges") or []
+        stored = header.texts("tokenizer.ggml.merges")
+        if stored is None:  # as in llama.cpp: without any, texts would be read byte by byte
+            header.refuse("tokenizer.ggml.merges", "a list of texts")
+        merges = [(merge[:1] + first, second) for merge in stored
                   for first, _, second in [merge[1:].partition(" ")]]  # fmt: skip
         texts, kinds = vocabulary.texts, vocabulary.kinds
         try:
