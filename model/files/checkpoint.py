@@ -56,7 +56,8 @@ def read_config(folder: Path) -> ModelConfig:
     """The shape of the model in the folder; generation_config.json, if present, decides the end-of-text ids.
 
     Ids of a folder that are past its vocabulary are left out with a warning: no text ends with them, and what a text
-    begins with is the tokenizer's. For a GGUF file its header decides everything, and there they are refused.
+    begins with is the tokenizer's. For a GGUF file its header decides everything, and there they are refused; its
+    tokens that end answers elsewhere, such as <|im_end|>, end them here, too.
     """
     if is_gguf(folder):
         from .gguf import read_header  # slow to import, and few runs need it

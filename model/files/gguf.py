@@ -33,6 +33,11 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's models are written as l
 MOST_ENTRIES = 1 << 22  # of an array: vocabularies and their merges have a tenth of this
 MOST_RECORDS = 1 << 16  # tensors, or fields, of a file
 MOST_LAYERS = 1 << 10  # the largest models have an eighth of this
+# texts of tokens that end an answer whatever the header names, as in llama.cpp: many files name only one of theirs
+ENDS = frozenset(
+    b"<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] <|end_of_text|> "
+    b"<end_of_utterance>".split()
+)
 CHUNK = 1 << 18  # numbers that are dequantized at once, which keeps the library's own memory small
 WINDOW = 1 << 20  # bytes of a header that are read at once
 
@@ -387,6 +392,7 @@ class Header(Fields):
         stated = fields.whole("context_length")
         biased = self.architecture == "llama" and "blk.0.attn_output.bias" in self._tensors  # no field says it
         ends = [self.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        ends += [i for i, text in enumerate(tokens) if text in ENDS] if isinstance(tokens, list) else []
         return ModelConfig(
             vocab_size=vocab_size,
             dim=dim,

@@ -13,7 +13,7 @@ import re
 import struct
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -242,11 +242,20 @@ class _BytesTokenizer(ABC):
         self._template = Template(notes.template, notes.special) if notes.template is not None else None
 
     @functools.cached_property
-    def delimiters(self) -> frozenset[str]:
-        """What messages must not be read as: special tokens, and those of others that the template itself writes."""
-        template, named = self.notes.template or "", {text for text in self.notes.more if text in self.whole}
+    def ends(self) -> frozenset[str]:
+        """What no message must be read as: special tokens, however they are marked, and those that end a text."""
+        named = {text for text in self.notes.more if text in self.whole}
         ends = {text for text in self.whole if {*self._encode(text)[-1:]} & {*self.eos_ids}}
-        return frozenset({*self.special, *named, *ends, *(text for text in self.whole if text in template)} - {""})
+        return frozenset({*self.special, *named, *ends} - {""})
+
+    @functools.cached_property
+    def delimiters(self) -> frozenset[str]:
+        """Those, and others that the template itself writes: what nobody but the assistant may write.
+
+        Its own earlier answers hold some, such as <think>, and templates look for them.
+        """
+        template = self.notes.template or ""
+        return self.ends | {text for text in self.whole if text in template and not text.isspace()}
 
     @functools.cached_property
     def starts_with_space(self) -> bool:
@@ -268,9 +277,9 @@ class _BytesTokenizer(ABC):
         text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.drops_first_space else text
 
-    def _refuse_delimiters(self, parts: Sequence[str]) -> None:
+    def _refuse_delimiters(self, parts: Sequence[str], delimiters: Collection[str]) -> None:
         """ValueError if a delimiter is read in one of these texts although none is written out in it."""
-        read = ((text, i) for text in self.delimiters for i in self._encode(text)[-1:])
+        read = ((text, i) for text in delimiters for i in self._encode(text)[-1:])
         ids_of = {i: text for text, i in read if self.token_bytes(i) in (b"", text.encode())}  # as one token, that is
         for part in parts:
             if found := next((ids_of[i] for i in self._encode(part) if i in ids_of), None):
@@ -307,11 +316,15 @@ class _BytesTokenizer(ABC):
         mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
         if mark is None:
             raise ValueError("messages hold all of U+FDD0 to U+FDEF, of which none is a character")
-        if not parse_special and self.delimiters:
-            found = re.compile(f"(?={'|'.join(map(re.escape, self.delimiters))})")  # overlapping ones, too
+        for i, message in enumerate(conversation if not parse_special else ()):
+            delimiters = self.ends if message["role"] == "assistant" else self.delimiters
+            if not delimiters:
+                continue
+            found = re.compile(f"(?={'|'.join(map(re.escape, delimiters))})")  # overlapping ones, too
+            conversation[i] = {name: _cut(text, found, mark) for name, text in message.items()}
             if self.loose:
-                self._refuse_delimiters([part for text in texts for part in _cut(text, found, mark).split(mark)])
-            conversation = [{name: _cut(text, found, mark) for name, text in m.items()} for m in conversation]
+                parts = [part for text in conversation[i].values() for part in text.split(mark)]
+                self._refuse_delimiters(parts, delimiters)
         first, *others = _render(self.notes, self._template, conversation).split(mark)
         ids = self.encode(first, bos=False)  # the template writes BOS itself
         for part in others:

@@ -261,6 +261,11 @@ def test_eos_ids_are_all_that_end_a_text(made: Make) -> None:
     ids = {"eos": 7, "eot": 9, "eom": 7, "bos": 3}
     config = read_config(made(how={"fields": {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}}))
     assert config.eos_ids == (7, 9) and config.bos_id == 3
+    # whatever the header names, as in llama.cpp: Llama 3 Instruct of spring 2024, a finetune of Qwen2.5's base
+    for eos, ends in (("<|end_of_text|>", ["<|eot_id|>"]), ("<|endoftext|>", ["<|im_end|>"])):
+        tokens = {"tokenizer.ggml.tokens": [*map(str, range(157)), eos, *ends, "<|start|>"][:160]}
+        found = read_config(made(how={"fields": tokens | {"tokenizer.ggml.eos_token_id": 157}}))
+        assert found.eos_ids == (157, 158)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

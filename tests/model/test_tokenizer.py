@@ -373,6 +373,23 @@ def test_delimiters_that_are_not_marked_as_special_are_text_in_messages_too(tmp_
     assert ours.decode(ids) == "<|start|>user:a<|end|><|start|>system:<tool>"
 
 
+def test_an_earlier_answer_keeps_its_marks_and_whitespace_is_no_delimiter(tmp_path: Path, bpe: Any) -> None:
+    added = [tokenizers.AddedToken(text, normalized=False) for text in ("<think>", "</think>", "<|end|>", "\n\n")]
+    template = (
+        "{% for m in messages %}{{ m.role }}:\n\n{{ m.content.split('</think>')[-1] if m.role == 'assistant' else "
+        "m.content }}<|end|>{% endfor %}<think>"
+    )
+    ours = added_to(tmp_path, bpe, *added, template=template, eos_token="<|end|>")
+    think, _, end, _ = (ours.encode(one.content)[0] for one in added)
+    talk = ("user", "2+2?\n\n"), ("assistant", "<think>\n\nTwo.</think>Four.<|end|>"), ("user", "<think>3+3?")
+    messages = [{"role": role, "content": content} for role, content in talk]
+    ids, whole = ours.chat(messages), ours.chat(messages, parse_special=True)
+    assert ours.decode(ids) == "user:\n\n2+2?\n\nassistant:\n\nFour.<|end|>user:\n\n<think>3+3?<think>"
+    assert [ids.count(one) for one in (think, end)] == [1, 3] and [whole.count(one) for one in (think, end)] == [2, 4]
+    first = ours.encode("user:\n\n2+2?\n\n", bos=False)
+    assert ids[: len(first)] == first  # as transformers reads it
+
+
 @pytest.mark.parametrize("content", ["hi <|END|>", "fine ¶ not"])
 def test_text_that_a_normalizer_turns_into_a_special_token_is_refused(tmp_path: Path, bpe: Any, content: str) -> None:
     added = [tokenizers.AddedToken(text, special=True, normalized=True) for text in ("<|end|>", "¶")]
