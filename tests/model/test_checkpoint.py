@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -451,7 +452,8 @@ def test_the_hub_gives_pickles_only_without_safetensors_or_one_sentence(tmp_path
             raise OSError("no network\nand more lines")
         return str(tmp_path)
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=download))
+    hub = SimpleNamespace(snapshot_download=download, try_to_load_from_cache=lambda *_: str(tmp_path / "config.json"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     save(tmp_path)
     assert models.resolve_model("owner/name") == tmp_path
     assert "model*.safetensors" in asked and "pytorch_model*.bin" not in asked
@@ -463,6 +465,10 @@ def test_the_hub_gives_pickles_only_without_safetensors_or_one_sentence(tmp_path
         with pytest.raises(CheckpointError, match=said):
             models.resolve_model(name)
     assert models.find_downloaded("a" * 256 + "/b") is None
+    for file, whole in (("tokenizer.json", False), ("model.safetensors", True)):  # what else it asks for is not needed
+        (tmp_path / file).touch()
+        with nullcontext() if whole else pytest.raises(CheckpointError, match="hub did not provide it: no network"):
+            assert models.resolve_model("owner/none") == tmp_path
 
 
 GGUF_FILES = (
