@@ -49,8 +49,7 @@ def by_block(weight: Tensor) -> Tensor:
     return torch.tensor(blocks).view(height, width) / 448
 
 
-BLOCK = [16, 24]
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": BLOCK}
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [16, 24]}
 FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
 
 # kind -> what config.json says, and how weights are scaled
@@ -62,7 +61,7 @@ READ: Mapping[str, tuple[dict[str, Any], Scaled]] = {
     "preset": (compressed_tensors(config_groups={"FP8_DYNAMIC": ["Linear"]}), by_channel),
     "fbgemm_fp8": (FBGEMM, by_channel),
     "blocks": (BLOCKS, by_block),
-    "compressed blocks": (compressed_tensors("block", BLOCK), by_block),
+    "compressed blocks": (compressed_tensors("block", [16, 24]), by_block),
     "blocks in bf16": (BLOCKS, lambda weight: by_block(weight).bfloat16()),
 }
 
@@ -116,7 +115,7 @@ def save_float8(
             continue
         scale = scaled(weight)
         each = scale.float()  # of each number, or what broadcasts to it
-        for dim, size in enumerate(BLOCK if "blocks" in kind else ()):
+        for dim, size in enumerate((16, 24) if "blocks" in kind else ()):
             each = each.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
         stored[name] = (weight.float() / each).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored[f"{name}_scale{'_inv' if 'weight_block_size' in said else ''}"] = scale

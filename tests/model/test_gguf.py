@@ -25,12 +25,17 @@ transformers = pytest.importorskip("transformers")
 from gguf import GGMLQuantizationType as Kind  # noqa: E402
 
 from tests.gguf_files import byte_pair_fields, transformers_model, write_gguf, write_parts  # noqa: E402
+from tests.model.test_config import LONG  # noqa: E402
 
 Make = Callable[..., Path]
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers reads GGUF with accelerate")
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}  # fmt: skip
+LONGROPE = LONG | {"rope_theta": 50000.0, "factor": 4.0}
+LONG_FIELDS = {  # as llama.cpp's converter writes that of Phi-3
+    "type": "longrope", "original_context_length": 64, "attn_factor": (1 + np.log(4) / np.log(64)) ** 0.5,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any], Kind]] = {
     "llama, tied, G = 3": ("Llama", {"tie_word_embeddings": True}, Kind.Q4_1),
@@ -87,33 +92,20 @@ def test_an_unquantized_file_has_every_bit_of_the_folder_it_was_made_of(family: 
     assert file.output.weight is file.embedding.weight
 
 
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 50000.0, "short_factor": [1.0] * 4 + [1.5] * 4, "factor": 4.0,
-    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 9.0, 20.0, 40.0], "original_max_position_embeddings": 64,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("rope", ["llama3", "linear", "scale_linear", "none", "longrope"])
 def test_rotary_scaling_is_read_from_factors_and_from_fields(rope: str, tmp_path: Path) -> None:
     plain = {"rope_type": "default", "rope_theta": 50000.0}
-    of_rope = {"llama3": LLAMA3, "none": plain, "longrope": LONGROPE}.get(
-        rope, plain | {"rope_type": "linear", "factor": 4.0}
-    )
+    known = {"llama3": LLAMA3, "none": plain, "longrope": LONGROPE}
+    of_rope = known.get(rope, plain | {"rope_type": "linear", "factor": 4.0})
     theirs = transformers_model("Llama", rope_parameters=of_rope)
     fields: dict[str, Any] = {
         "linear": {".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0},
         "scale_linear": {".rope.scale_linear": 4.0},
         "none": {".rope.scaling.type": "none"},
-        "longrope": {  # as llama.cpp's converter writes that of Phi-3
-            ".rope.scaling.type": "longrope",
-            ".rope.scaling.original_context_length": 64,
-            ".rope.scaling.attn_factor": (1 + np.log(4) / np.log(64)) ** 0.5,
-        },
+        "longrope": {f".rope.scaling.{name}": value for name, value in LONG_FIELDS.items()},
     }.get(rope, {})
-    tensors = {
-        f"rope_factors_{name}.weight": (np.array(LONGROPE[f"{name}_factor"], np.float32), Kind.F32)
-        for name in ("long", "short") if rope == "longrope"
-    }  # fmt: skip
+    lists = [name for name in ("long", "short") if rope == "longrope"]
+    tensors = {f"rope_factors_{x}.weight": (np.array(LONGROPE[f"{x}_factor"], np.float32), Kind.F32) for x in lists}
     if rope == "llama3":  # llama.cpp divides each frequency by a stored factor
         exponent = torch.arange(0, 16, 2) / 16
         factors = (50000.0**-exponent / theirs.model.rotary_emb.inv_freq).float().numpy()
@@ -262,10 +254,9 @@ def test_eos_ids_are_all_that_end_a_text(made: Make) -> None:
     config = read_config(made(how={"fields": {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}}))
     assert config.eos_ids == (7, 9) and config.bos_id == 3
     # whatever the header names, as in llama.cpp: Llama 3 Instruct of spring 2024, a finetune of Qwen2.5's base
-    for eos, ends in (("<|end_of_text|>", ["<|eot_id|>"]), ("<|endoftext|>", ["<|im_end|>"])):
-        tokens = {"tokenizer.ggml.tokens": [*map(str, range(157)), eos, *ends, "<|start|>"][:160]}
-        found = read_config(made(how={"fields": tokens | {"tokenizer.ggml.eos_token_id": 157}}))
-        assert found.eos_ids == (157, 158)
+    for ends in (["<|end_of_text|>", "<|eot_id|>"], ["<|endoftext|>", "<|im_end|>"]):
+        fields = {"tokenizer.ggml.tokens": [*map(str, range(158)), *ends], "tokenizer.ggml.eos_token_id": 158}
+        assert read_config(made(how={"fields": fields})).eos_ids == (158, 159)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -303,10 +294,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({".attention.value_length": 8}, "attention.value_length is 8"),
     ({".rope.scaling.factor": "4"}, "rope.scaling.factor is '4', but it must be a"),
     ({".rope.scaling.type": "longrope", ".rope.scaling.attn_factor": 1.19}, "has no tensor rope_factors_short.weight"),
-    (
-        {".rope.scaling.type": "longrope", ".rope.scaling.factor": 2.0},
-        "scaling.factor is 2.0, but it must be absent or 1",
-    ),
+    ({".rope.scaling.type": "longrope", ".rope.scaling.factor": 2.0}, "factor is 2.0, but it must be absent or 1"),
     ({".rope.scaling.attn_factor": 1.19}, "attn_factor is 1.1\\d+, but it must be abs"),
     ({".rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor is 1.0, but it must be absent or"),
     ({".rope.scaling.alpha": 1000.0}, "rope.scaling.alpha is 1000.0, but it must be absent or 0.0"),

@@ -174,8 +174,8 @@ def test_the_process_ends_though_the_one_that_asked_was_killed() -> None:
 def test_where_a_program_embeds_python_the_one_beside_it_renders(own: str | None, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "executable", own)
     assert echo().render(say("fine")) == ">fine"
-    for name, value in (("prefix", "/none"), ("base_prefix", "/none")) if own else (("frozen", True),):
-        monkeypatch.setattr(sys, name, value, raising=False)
+    for name in ("prefix", "base_prefix") if own else ("frozen",):
+        monkeypatch.setattr(sys, name, "/none", raising=False)
     with pytest.raises(TemplateError, match="no process can be started for it: this program has no Python interpreter"):
         echo().render(say("fine"))
 
