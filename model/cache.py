@@ -271,7 +271,7 @@ class KVCache:
         # one spare split that is never in view: a view of the whole buffer is contiguous, which would be another graph
         entries = batch_size, config.n_kv_heads, self.capacity + SPLIT
         # where keys have biases, what makes them fit for 8 bits makes queries need more
-        fine = format.scaled and config.qkv_bias
+        fine = format.scaled and config.qkv_bias and not config.qk_norm
 
         def layer() -> CacheLayer:
             twice = [part for part in format.parts(config.head_dim) for _ in "kv"]

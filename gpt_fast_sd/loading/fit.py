@@ -158,8 +158,9 @@ def _require_precisions(system: System) -> None:
     require_precision(config.quantize, device, system.dtype)
     require_sizes(config.quantize, device, system.model, system.ranks)
     require_precision(draft.quantize, device, system.dtype, of_draft=True)
+    steps = system.draft_steps()  # refuses a draft that does not fit the models
     if draft.quantize:
-        for step, ranks in system.draft_steps():
+        for step, ranks in steps:
             if step.model is not system.draft_model:
                 require_copy(draft.quantize, config.quantize)
             require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)

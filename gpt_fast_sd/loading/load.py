@@ -29,7 +29,7 @@ from ..policies.config import DraftConfig
 from ..policies.standalone import check_draft_model
 from ..quantization.quantize import keep_float8, quantize_as_read
 from ..quantization.table import require_precision, require_sizes
-from .fit import check_device, check_kv_dtype, check_planes, check_same_vocabulary, plan_for
+from .fit import check_device, check_kv_dtype, check_planes, check_positions, check_same_vocabulary, plan_for
 from .machine import free_memory, natural_dtype, require_kernels
 from .memory import MemoryPlan, bytes_of_weights
 from .prepare import begin_building_for
@@ -72,6 +72,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
         if config.dtype != "auto"
         else natural_dtype(stored, device, config.compile or config.bodies == "reference")
     )
+    check_positions(config, model_config)
     check_kv_dtype(config, dtype)
     check_planes(config, draft, model_config)
     tokenizer = load_tokenizer(folder, model_config)

@@ -377,6 +377,8 @@ def test_a_cpu_refuses_what_it_does_not_run_before_weights_are_read(tmp_path: Pa
         (model_of(), DraftConfig(), {"quantize": "float8"}, f"quantize 'float8' {float8}"),
         (model_of(), DraftConfig(policy="full", quantize="float8"), {}, f"quantize 'float8' of a draft {float8}"),
         (tiny_model(), DraftConfig(), {"quantize": "int4"}, f"quantize 'int4' {BY_32}"),
+        (tiny_model(), DraftConfig(), {"max_seq_len": 5000}, "max_seq_len 5,000 is over the model's 4,096 positions"),
+        (tiny_model(), DraftConfig(policy="early_exit", exit_layers=60), {}, "exit_layers must be below the model's 2"),
     ):
         save_hugging_face(source, tmp_path, dtype=torch.bfloat16)
         (tmp_path / "model.safetensors").write_bytes(b"")  # what is in it is not looked at

@@ -10,6 +10,7 @@ import torch
 from gpt_fast_sd.fast.cpu.generated import GeneratedFeedForward, prepare_for_inductor
 from gpt_fast_sd.model import CausalSelf, FeedForward, load_model, read_config, save_hugging_face
 from tests.helpers import SIZES, random_transformers_model, tiny_config
+from tests.model.test_config import LONG
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,6 +22,7 @@ LLAMA3_ROPE = {
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 DYNAMIC_ROPE = LINEAR_ROPE | {"rope_type": "dynamic"}  # texts here have as many tokens as positions
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LONGER = LONG | {"original_max_position_embeddings": 62}  # than texts here
 YARN_OPTIONS = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one query head per kv head": ("Llama", {"num_key_value_heads": 4}),
@@ -30,8 +32,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("Qwen2", {"rope_parameters": YARN_ROPE | {"attention_factor": 1.2}}),
     "yarn with every option": ("Qwen3", {"head_dim": 24, "rope_parameters": YARN_ROPE | YARN_OPTIONS}),
     "dynamic rotary scaling": ("Llama", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 63}),
+    "longrope, texts of up to 64": ("Mistral", {"rope_parameters": LONG, "max_position_embeddings": 64}),
+    "longrope": ("Qwen2", {"rope_parameters": LONGER}),
+    "longrope, its length said": ("Llama", {"rope_parameters": LONGER | {"attention_factor": 0.9, "factor": 8.0}}),
     "tied embeddings, its own head_dim": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
-    "llama with biases": ("Llama", THREE_GROUPS | {"attention_bias": True}),
+    "granite-3b-code, all biases": ("Llama", THREE_GROUPS | {"attention_bias": True, "mlp_bias": True}),
+    "qwen3 with biases": ("Qwen3", {"attention_bias": True, "head_dim": 24}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral v0.1, window longer than the text": ("Mistral", {"sliding_window": 128}),
     "qwen2, biases, tied": ("Qwen2", {"tie_word_embeddings": True}),
