@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import SPLIT, CacheFormat, Tokenizer, Transformer
+from gpt_fast_sd.model import SPLIT, Tokenizer, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary
 
 from .acceptance import Override
 from .config import EngineConfig, SamplingParams, require_kind
 from .fast.devices import traits_of
-from .loading import MemoryPlan, System, free_memory, plan_for, require_fit, require_plain, target_of
+from .loading import MemoryPlan, free_memory, plan_of, require_fit, target_of
 from .loading.load import load
 from .loading.system import dtype_name
 from .policies import DraftConfig, DraftPolicy
@@ -76,7 +76,7 @@ class Engine:
         self.parallel = parallel or Parallel(self.device)
         group = self.parallel.group
         require_fit(model, cfg, self.draft, group)
-        self._plan = plan or self._plan_of(self.draft, draft_model)
+        self._plan = plan or plan_of(model, draft_model, cfg, self.draft, self.parallel)
         if plan is None:
             self._plan.check(free_memory(self.device))
         self.target = target_of(model, cfg, group, self._plan.system.format)
@@ -120,7 +120,8 @@ class Engine:
         """
         require_kind("draft", draft, DraftConfig)
         with self._access.alone():
-            plan, cfg = self._plan_of(draft, draft_model, self.cache.format), self.config
+            cfg, held = self.config, self.cache.format
+            plan = plan_of(self.model, draft_model, cfg, draft, self.parallel, held)
             plan.added_to(self._plan).check_added(free_memory(self.device, held=self._plan.total))
             old = self.schedule.rounds
             new = rounds_for(plan.system.draft, draft_model, self.target, self.state, old.capture, self.parallel, cfg)
@@ -129,18 +130,6 @@ class Engine:
             self.draft, self._plan = draft, replace(plan, weights=self._plan.weights)
             self.schedule.use(new)
             self._compile_seconds = None
-
-    def _plan_of(
-        self, draft: DraftConfig, draft_model: Transformer | None, held: CacheFormat | None = None
-    ) -> MemoryPlan:
-        theirs = draft_model.config if draft_model else None
-        if draft_model:
-            require_plain(draft_model, self.config)
-        system = System(
-            config=self.config, draft=draft, model=self.model.config, draft_model=theirs, dtype=self.dtype,
-            device=self.device, held=held,
-        )  # fmt: skip
-        return plan_for(system.of_rank(self.parallel))
 
     @classmethod
     @own_settings()

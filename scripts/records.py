@@ -73,7 +73,7 @@ class Encoder:
 
 def checked(record: Record, where: str) -> Record:
     """The record, if a line may hold it, whatever the model; ValueError."""
-    allowed = {*OURS, *PER_PROMPT, "speculate", "id"}
+    allowed = {*OURS, *PER_PROMPT, "speculate", "id", "n"}
     if len({*OURS} & set(record)) != 1:
         raise ValueError(f"{where} must be a JSON object with exactly one of prompt, tokens and messages")
     if unknown := sorted(set(record) - allowed):
@@ -110,6 +110,17 @@ def own(record: Record) -> Record:
             )
         found["max_drafts"] = None if record["speculate"] else 0
     return found
+
+
+def n_of(record: Record) -> int | None:
+    """How many completions a line asks for, if its form is ours and it does."""
+    return None if record.keys().isdisjoint(OURS) else record.get("n")
+
+
+def wanted(record: Record, common: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each continuation that a line asks for, common's where it says nothing; ValueError."""
+    n = n_of(record)
+    return replace(common, **own(record)).samples(1 if n is None else n)
 
 
 def read_document(path: Path | None) -> str:
@@ -153,17 +164,27 @@ def logprobs_of(
 
 def requests_of(path: Path, fields: Sequence[str] = ()) -> list[str]:
     """The texts of a source as they are printed before their answers: of a conversation the last message."""
-    records = [record for _, record in prompts_of(path, fields)]
+    records = [record for _, record in _each_of(path, fields)]
     return [f"> {r['prompt'] if 'prompt' in r else r['messages'][-1].get('content')}" for r in records]
 
 
+def _each_of(path: Path, fields: Sequence[str]) -> list[tuple[str, Record]]:
+    """Where a source's rows stand and what they hold, as often as they are continued."""
+    return [row for row in prompts_of(path, fields) for _ in range(n_of(row[1]) or 1)]
+
+
 def read_lines(path: Path, encoder: Encoder, common: SamplingParams) -> tuple[list[list[int]], list[SamplingParams]]:
-    """The prompts of a source as token ids, and the parameters of each: common's where a row says nothing."""
+    """The prompts of a source as token ids, and the parameters of each: common's where a row says nothing.
+
+    One whose row asks for n completions comes n times.
+    """
     prompts, params = [], []
     for where, record in prompts_of(path, encoder.fields):
-        prompts.append(replace(encoder, fields=()).record(record, where))
+        ids = replace(encoder, fields=()).record(record, where)
         with naming(where):
-            params.append(replace(common, **own(record)))
+            each = wanted(record, common)
+        prompts += [ids] * len(each)
+        params += each
     return prompts, params
 
 
@@ -181,7 +202,7 @@ def check_prompts(
     """
 
     def name(i: int) -> str:
-        return prompts_of(source, fields)[i][0] if source else f"prompt {i}"
+        return _each_of(source, fields)[i][0] if source else f"prompt {i}"
 
     limit, whose = max_seq_len, "as --max-seq-len says"
     if limit is None:

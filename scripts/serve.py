@@ -47,12 +47,12 @@ with contextlib.suppress(ImportError):  # prepare says so
 PROGRAM = "serve.py"
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "max_drafts"}
-READ = {*SAMPLING, "max_tokens", "model", "logprobs", "prompt"}
+READ = {*SAMPLING, "max_tokens", "model", "logprobs", "prompt", "n", "best_of"}
 READ_OF_CHATS = READ - {"prompt", "logprobs"} | {"messages", "max_completion_tokens", "top_logprobs"}
 CHANGE_NOTHING = {"user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"}
 ALLOWED: dict[str, tuple[object, ...]] = {  # fields that may have these values, and no others
     "stream": (False, True), "stream_options": ({}, {"include_usage": False}, {"include_usage": True}),
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},),
+    "echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},),
     "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "logit_bias": ({},), "tools": ([],),
     "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True), "logprobs": (False, True),
 }  # fmt: skip
@@ -85,8 +85,7 @@ class Asked:
 
     def __init__(self, body: bytes, model: str, tokenizer: Tokenizer | None, *, chat: bool) -> None:
         try:
-            record = parse_json(body.decode(), constants=False)
-            if not isinstance(record, dict):
+            if not isinstance(record := parse_json(body.decode(), constants=False), dict):
                 raise ValueError(f"got {record!r:.80}")
         except ValueError as error:
             raise Refused(f"the body must be a JSON object in UTF-8: {error}") from None
@@ -110,14 +109,17 @@ class Asked:
             raise Refused("top_logprobs needs logprobs true", "top_logprobs")
         given["logprobs"] = wanted if not (chat and wanted) else record.get("top_logprobs", 0)
         try:
-            self.params = SamplingParams(max_tokens=1 if self.max_tokens is None else self.max_tokens, **given)
+            if record.get("best_of", n := record.get("n", 1)) != n:
+                raise ValueError(f"best_of must be n, or left out, got {record['best_of']!r:.80}")
+            params = SamplingParams(max_tokens=1 if self.max_tokens is None else self.max_tokens, **given)
+            self.params = params.samples(n)  # of each completion of a prompt
         except ValueError as error:
             said = str(error).replace("logprobs", "top_logprobs") if chat else str(error)
             raise Refused(said, said.split()[0]) from None
         several = isinstance(record[prompt], list) and any(isinstance(one, str | list) for one in record[prompt])
         self.prompts = record[prompt] if several and not chat else [record[prompt]]  # of a chat one list of messages
-        self.tokenizer, self.chat, self.stream = tokenizer, chat, record.get("stream", False)
-        self.counted = record.get("stream_options") == {"include_usage": True}
+        self.tokenizer, self.chat, self.n = tokenizer, chat, len(self.prompts) * n
+        self.stream, self.counts = record.get("stream", False), record.get("stream_options") == {"include_usage": True}
         self.head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}", "created": int(time.time())}
         kind = "text_completion" if not chat else "chat.completion.chunk" if self.stream else "chat.completion"
         self.head |= {"object": kind, "model": model}
@@ -146,8 +148,7 @@ class Server:
         self.engine, self.model, self.grace = engine, model, grace
         self.encoder, self.slots = Encoder(engine.tokenizer), engine.config.batch_size
         self.most, self.unanswered = self.slots + max_queue, 0  # prompts
-        self.submissions = set[Submission]()
-        self.ending = self.failed = False
+        self.submissions, self.ending, self.failed = set[Submission](), False, False
         post = [Route(f"/v1/{path}", self.post, methods=["POST"]) for path in ("completions", "chat/completions")]
         get = [Route("/v1/models", self.models), Route("/health", self.health)]
         handlers: dict[Any, Any] = dict.fromkeys((Refused, 404, 405, ClientDisconnect, Exception), refused)
@@ -204,11 +205,11 @@ class Server:
     async def post(self, request: Request) -> Any:
         """Answer one request, or refuse it."""
         asked = Asked(await request.body(), self.model, self.engine.tokenizer, chat="chat" in request.url.path)
-        if (n := len(asked.prompts)) > self.most:
-            raise Refused(f"{n:,} prompts are more than the {self.most:,} that may wait at once", "prompt")
+        if asked.n > self.most:
+            raise Refused(f"{asked.n:,} completions are more than the {self.most:,} that may wait at once", "prompt")
         if self.ending:
             raise Refused("the server is ending", code="ending", status=503)
-        if self.unanswered + n > self.most:
+        if self.unanswered + asked.n > self.most:
             raise Refused(f"{self.unanswered:,} wait or are at work: try again", code="queue_full", status=429)
         return lambda *to: self.answer(asked, *to)
 
@@ -219,7 +220,7 @@ class Server:
         async def decode() -> None:
             prompts, params = await asyncio.to_thread(self.encode, asked)
             try:
-                submissions.extend(self.engine.submit(prompt, params) for prompt in prompts)
+                submissions.extend(self.engine.submit(prompt, one) for prompt in prompts for one in params)
             except RuntimeError as error:
                 raise self.fail(error) from error
             self.submissions.update(submissions)
@@ -230,7 +231,7 @@ class Server:
             usage = usage_of(prompts, completions)
             await answer_of({**asked.head, "choices": choices, "usage": usage})(scope, receive, send)
 
-        self.unanswered += len(asked.prompts)
+        self.unanswered += asked.n
         try:
             working, left = asyncio.ensure_future(decode()), asyncio.ensure_future(receive())
             await asyncio.wait([working, left], return_when=asyncio.FIRST_COMPLETED)  # the body is read: it is gone
@@ -242,11 +243,11 @@ class Server:
             for one in submissions:
                 one.cancel()
             self.submissions.difference_update(submissions)
-            self.unanswered -= len(asked.prompts)
+            self.unanswered -= asked.n
             self.uvicorn.should_exit |= self.ending and not self.unanswered
 
-    def encode(self, asked: Asked) -> tuple[list[list[int]], SamplingParams]:
-        """In any thread: prompts as token ids that the engine takes, and their parameters; Refused where it cannot."""
+    def encode(self, asked: Asked) -> tuple[list[list[int]], list[SamplingParams]]:
+        """In any thread: prompts as token ids that the engine takes, and how each is continued; Refused where not."""
         name, limit = "messages" if asked.chat else "prompt", self.engine.config.max_seq_len
         try:
             prompts = [
@@ -259,8 +260,8 @@ class Server:
             if longest + wanted > limit:
                 said = f"{longest:,} tokens of {name} and max_tokens {wanted:,} are over the {limit:,} of a slot"
                 raise Refused(said, name, "context_length_exceeded")
-            params = replace(asked.params, max_tokens=wanted)
-            self.engine.check(prompts, params)
+            params = [replace(one, max_tokens=wanted) for one in asked.params]
+            self.engine.check(prompts, params[0])
         except ValueError as error:
             raise Refused(sentence(error), name) from None
         return prompts, params
@@ -281,23 +282,22 @@ async def stream(asked: Asked, prompts: list[list[int]], events: AsyncIterator[A
     """Send the events as server-sent ones."""
 
     async def say(*choices: dict[str, Any], usage: Any = None, last: str = "") -> None:
-        piece = json.dumps({**asked.head, "choices": choices} | ({"usage": usage} if asked.counted else {}))
-        body = f"data: {last or piece}\n\n".encode()
-        await send({"type": "http.response.body", "body": body, "more_body": not last})
+        piece = json.dumps({**asked.head, "choices": choices} | ({"usage": usage} if asked.counts else {}))
+        await send({"type": "http.response.body", "body": f"data: {last or piece}\n\n".encode(), "more_body": not last})
 
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     completions, last = list[Completion](), "[DONE]"
     try:
-        if asked.chat:
-            await say(asked.choice(0, None) | {"delta": {"role": "assistant", "content": ""}})
+        for i in range(asked.n if asked.chat else 0):
+            await say(asked.choice(i, None) | {"delta": {"role": "assistant", "content": ""}})
         async for i, event in events:
             if event.text or event.logprobs:
                 await say(asked.choice(i, event))
             if event.completion:
                 completions.append(event.completion)
                 await say(asked.choice(i, None, event.completion.finish_reason))
-        if asked.counted:
+        if asked.counts:
             await say(usage=usage_of(prompts, completions))
     except Refused as error:
         last = json.dumps(error.document)

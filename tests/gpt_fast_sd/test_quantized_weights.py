@@ -233,7 +233,7 @@ def test_making_a_copy_takes_no_more_than_is_planned(name: str, monkeypatch: pyt
     for module in (precisions, workspace, ops_int8):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 256)
     one = tiny_engine(model=model_of(**WIDE, n_layers=1), batch_size=1, max_seq_len=300)
-    plan = one._plan_of(DraftConfig(policy="full", gamma=1, quantize=name), None)
+    plan = fit.plan_of(one.model, None, one.config, DraftConfig(policy="full", gamma=1, quantize=name), one.parallel)
     with LiveBytes() as live:
         copy = draft_copy(one.model, name)
     own = bytes_held(copy) - sum(p.nbytes for p in one.model.parameters() if any(p is q for q in copy.parameters()))

@@ -40,10 +40,10 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def prompts(n: int, max_tokens: int = 6) -> list[Record]:
-    """Lines of ragged length, a third of them sampled."""
+    """Lines of ragged length, a third of them sampled, of which half have two or three completions."""
     return [
         {"prompt": random_ids(5 + i % 7, seed=i), "id": f"line {i}", "max_tokens": max_tokens + i % 5}
-        | ({"temperature": 0.9} if i % 3 == 0 else {})
+        | ({"temperature": 0.9} | ({"n": 2 + i // 6 % 2} if i % 2 else {}) if i % 3 == 0 else {})
         for i in range(n)
     ]
 
@@ -107,7 +107,12 @@ def test_every_line_is_continued_as_the_engine_alone_continues_it(job: Job) -> N
     ]
     expected, found = engine.generate([r["prompt"] for r in records], params), job.lines
     assert [(r["index"], r["id"]) for r in found] == [(i, r["id"]) for i, r in enumerate(records)]
-    for record, completion in zip(found, expected, strict=True):
+    several = found.pop(3)["completions"]  # of which the others have other seeds
+    assert len(several) == 2 and several[0]["tokens"] != several[1]["tokens"]
+    alone = job.folder / "alone.jsonl"
+    job.give(*records[:3], records[3] | {"n": 1})
+    assert job.code("--seed", 5, output=alone) == 0 and read_lines(alone)[3]["completions"] == several[:1]
+    for record, completion in zip(found, expected[:3] + expected[4:], strict=True):
         assert record["finish_reason"] == completion.finish_reason
         assert set(record) == {"index", "id", "tokens", "text", "finish_reason", "stats"}
         if "temperature" not in records[record["index"]]:  # speculation draws other samples of the same distribution
@@ -135,6 +140,7 @@ def test_lines_that_make_no_sense_are_rejected_by_number(job: Job) -> None:
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": "text"}, "no tokenizer"),
         ({"prompt": [1], "top_p": 3}, "top_p must be"),
+        ({"prompt": [1], "n": 1.5}, "n must be a whole number from 1 to 10,000, got 1.5"),
         ({"prompt": [1], "stop": "x"}, "no tokenizer to find them with"),
         ({"prompt": [1] * 198, "max_tokens": 3}, "too long: 198 tokens and max_tokens 3 are 201, over --max-seq-l"),
     ]
@@ -188,19 +194,21 @@ def fail_where(monkeypatch: Patch, is_bad: Callable[[Any], bool], error: Excepti
 @pytest.mark.parametrize("order", ["input", "finished"])
 def test_a_line_that_fails_alone_is_rejected(job: Job, monkeypatch: Patch, order: str) -> None:
     records, whole, bad = prompts(20), job.folder / "whole.jsonl", [4, 5, 6, 7, 11, 19]  # four one after another
+    records[4]["n"] = 4  # more than there are slots
     job.give(*records)
     assert job.code("--order", order, output=whole) == 0
     ids = [records[i]["prompt"] for i in bad]
     failed = fail_where(monkeypatch, lambda row: row.prompt in ids, RuntimeError("shapes\nof two"))
     assert job.code("--order", order) == 4
-    assert failed.count(1) == len(bad) and max(failed) == 3  # among others, then alone
+    assert failed.count(1) == len(bad) - 1 and max(failed) == 3  # among others, then alone
     n_failed = len(failed)
     found = {r["index"]: r for r in job.lines}
     assert found.keys() == {*range(20)} - {*bad}
     assert order == "finished" or [*found] == sorted(found)
     for record in read_lines(whole):
         if record["index"] in found:
-            assert found[record["index"]]["tokens"] == record["tokens"]
+            each = [[c["tokens"] for c in r.get("completions", [r])] for r in (found[record["index"]], record)]
+            assert each[0] == each[1]
     rejects = job.rejects
     assert [(r["index"], json.loads(r["input"])["id"]) for r in rejects] == [(i, f"line {i}") for i in bad]
     assert "the engine failed on it, alone too: RuntimeError: shapes of two (test_batch.py:" in rejects[0]["reason"]

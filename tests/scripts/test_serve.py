@@ -136,6 +136,21 @@ def test_logprobs_are_those_of_the_engine(served: Running) -> None:
     assert served.chat(**GREEDY, messages=CHAT, logprobs=False).choices[0].logprobs is None
 
 
+def test_n_completions_of_a_prompt_have_seeds_of_their_own_and_stand_beside_each_other(served: Running) -> None:
+    assert served.engine.tokenizer
+    how: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
+    prompts = ["It was", "Chapter 1"]
+    expected = [c.text for c in served.engine.generate([p for p in prompts for _ in range(3)],
+                                                       SamplingParams(**how).samples(3) * 2)]  # fmt: skip
+    assert served.engine.stats.prefill_tokens == sum(len(served.engine.tokenizer.encode(p)) - 1 for p in prompts)
+    answer = served.ask(**how, model="m", prompt=prompts, n=3, best_of=3)
+    assert [(c.index, c.text) for c in answer.choices] == list(enumerate(expected)) and len({*expected}) == 6
+    assert answer.usage.prompt_tokens == served.ask(**how, model="m", prompt=prompts).usage.prompt_tokens
+    roles = [p.choices[0].index for p in served.chat(**how, model="m", messages=CHAT, n=2, stream=True)
+             if p.choices[0].delta.role]  # fmt: skip
+    assert roles == [0, 1]
+
+
 def test_what_is_left_out_is_as_in_openais_api(served: Running) -> None:
     assert served.ask(model="m", prompt="It was").usage.completion_tokens <= 16
     served.chat(model="m", messages=CHAT, user="me", n=1, tools=[], max_completion_tokens=3)
@@ -168,8 +183,8 @@ def test_of_a_crowd_of_whom_half_leave_all_others_are_answered_and_all_slots_are
 
 
 FIELDS: dict[str, list[Any]] = {  # values that are refused by the field's name
-    "n": [2, True], "best_of": [2], "logprobs": [21, True], "echo": [True], "presence_penalty": [0.5], "tools": [[{}]],
-    "logit_bias": [{"5": 1}], "response_format": [{"type": "json_object"}], "stream": ["yes"],
+    "n": [0, 1.5, True], "best_of": [2], "logprobs": [21, True], "echo": [True], "presence_penalty": [0.5],
+    "tools": [[{}]], "logit_bias": [{"5": 1}], "response_format": [{"type": "json_object"}], "stream": ["yes"],
     "stream_options": [{"include": 1}], "temperature": ["hot", True], "top_p": [0], "top_k": [1.5], "min_p": [2],
     "seed": [-1], "stop": [[1]], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
 }  # fmt: skip
@@ -180,7 +195,8 @@ OTHERS: list[tuple[str, Any, str]] = [  # what is changed, and what is said of i
     ("completions", {"prompt": []}, "0 is empty"), ("completions", {"prompt": [1, 99999]}, "holds token id 99999"),
     ("completions", {"prompt": "a \ud800"}, "half a character"), ("completions", b"[1]", "must be a JSON object"),
     ("completions", {"prompt": [5] * 1024}, "1,024 tokens of prompt and max_tokens 1 are over the 1,024 of a slot"),
-    ("completions", {"prompt": ["a"] * 300}, "300 prompts are more than the 202"), ("models", {}, "Method Not Allowed"),
+    ("completions", {"prompt": ["a"] * 3, "n": 100}, "300 completions are more than the 202 that may wait at once"),
+    ("models", {}, "Method Not Allowed"),
     ("chat/completions", {"max_completion_tokens": 9, "max_tokens": 9}, "mean the same"), ("x", {}, "Not Found"),
     ("chat/completions", {"logprobs": 3}, "logprobs must be"), ("chat/completions", {"top_logprobs": 2}, "needs log"),
     ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be a whole number from 0 to 20"),
