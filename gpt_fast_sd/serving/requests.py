@@ -107,7 +107,7 @@ class Request:
     rounds: int = 0
     drafted: list[int] = field(default_factory=list)  # by position in the round
     accepted: list[int] = field(default_factory=list)
-    failed: tuple[int, Exception] | None = None  # at which place of the round its processor failed, and how
+    failed: tuple[int, BaseException] | None = None  # at which place of the round its processor failed, and how
     _held: str = ""  # certain text that may be the beginning of a stop string
 
     @property
