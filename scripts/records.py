@@ -10,6 +10,7 @@ from typing import Any
 
 from gpt_fast_sd import Completion, SamplingParams
 from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer
+from gpt_fast_sd.serving import Penalties
 from gpt_fast_sd.serving.logprobs import TokenLogprobs
 from inputs.prompts import read_text
 from inputs.sources import OURS, as_ours, prompts_of
@@ -73,7 +74,7 @@ class Encoder:
 
 def checked(record: Record, where: str) -> Record:
     """The record, if a line may hold it, whatever the model; ValueError."""
-    allowed = {*OURS, *PER_PROMPT, "speculate", "id", "n"}
+    allowed = {*OURS, *PER_PROMPT, *Penalties.NAMES, "speculate", "id", "n"}
     if len({*OURS} & set(record)) != 1:
         raise ValueError(f"{where} must be a JSON object with exactly one of prompt, tokens and messages")
     if unknown := sorted(set(record) - allowed):
@@ -103,6 +104,8 @@ def own(record: Record) -> Record:
     if record.keys().isdisjoint(OURS):
         return {}
     found = {key: record[key] for key in PER_PROMPT if key in record}
+    if penalties := Penalties.of(record):
+        found["processor"] = penalties
     if "speculate" in record:
         if not isinstance(record["speculate"], bool) or "max_drafts" in record:
             raise ValueError(

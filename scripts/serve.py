@@ -34,8 +34,9 @@ from flags import add_engine_flags, add_flags, config_of, count, draft_of, join,
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import Tokenizer, parse_json, read_config
+from gpt_fast_sd.serving import Penalties
 from gpt_fast_sd.serving.service import Submission
-from records import Encoder, logprobs_of
+from records import PER_PROMPT, Encoder, logprobs_of, own
 
 with contextlib.suppress(ImportError):  # prepare says so
     import uvicorn
@@ -46,15 +47,13 @@ with contextlib.suppress(ImportError):  # prepare says so
 
 PROGRAM = "serve.py"
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
-SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "max_drafts"}
-READ = {*SAMPLING, "max_tokens", "model", "logprobs", "prompt", "n", "best_of"}
+READ = {*PER_PROMPT, *Penalties.NAMES, "model", "prompt", "n", "best_of"}
 READ_OF_CHATS = READ - {"prompt", "logprobs"} | {"messages", "max_completion_tokens", "top_logprobs"}
 CHANGE_NOTHING = {"user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"}
 ALLOWED: dict[str, tuple[object, ...]] = {  # fields that may have these values, and no others
     "stream": (False, True), "stream_options": ({}, {"include_usage": False}, {"include_usage": True}),
     "echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},),
-    "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "logit_bias": ({},), "tools": ([],),
-    "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True), "logprobs": (False, True),
+    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True), "logprobs": (False, True),
 }  # fmt: skip
 
 
@@ -103,16 +102,16 @@ class Asked:
         if "max_tokens" in record and "max_completion_tokens" in record:
             raise Refused("max_tokens and max_completion_tokens mean the same: give one of them", "max_tokens")
         self.max_tokens = record.get("max_completion_tokens", record.get("max_tokens"))
-        given = {"temperature": 1.0} | {name: record[name] for name in SAMPLING if name in record}
         wanted = None if record.get("logprobs") is False else record.get("logprobs")
         if chat and record.get("top_logprobs") and not wanted:
             raise Refused("top_logprobs needs logprobs true", "top_logprobs")
-        given["logprobs"] = wanted if not (chat and wanted) else record.get("top_logprobs", 0)
+        how = {"logprobs": wanted if not (chat and wanted) else record.get("top_logprobs", 0)}
+        how |= {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         try:
             if record.get("best_of", n := record.get("n", 1)) != n:
                 raise ValueError(f"best_of must be n, or left out, got {record['best_of']!r:.80}")
-            params = SamplingParams(max_tokens=1 if self.max_tokens is None else self.max_tokens, **given)
-            self.params = params.samples(n)  # of each completion of a prompt
+            given: dict[str, Any] = {"temperature": 1.0, **own(record), **how}
+            self.params = SamplingParams(**given).samples(n)
         except ValueError as error:
             said = str(error).replace("logprobs", "top_logprobs") if chat else str(error)
             raise Refused(said, said.split()[0]) from None
@@ -263,7 +262,7 @@ class Server:
             params = [replace(one, max_tokens=wanted) for one in asked.params]
             self.engine.check(prompts, params[0])
         except ValueError as error:
-            raise Refused(sentence(error), name) from None
+            raise Refused(sentence(error), "logit_bias" if "logit_bias" in str(error) else name) from None
         return prompts, params
 
     async def events(self, submissions: list[Submission]) -> AsyncIterator[tuple[int, TokenEvent]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt_fast_sd.model import ModelConfig, StreamDecoder, Tokenizer
 
 from ..config import MAX_GAMMA, SamplingParams
 from .logprobs import TokenLogprobs
+from .penalties import Penalties
 from .stats import CompletionStats
 
 if TYPE_CHECKING:
@@ -282,6 +283,8 @@ class Intake:
             raise ValueError(f"{name} has stop strings, but this model has no tokenizer to find them with")
         if params.processor is not None and not self.is_alone:
             raise ValueError(f"{name} has a processor, which changes whole logits: ranks that hold a model have parts")
+        if isinstance(params.processor, Penalties):
+            params = replace(params, processor=params.processor.behind(ids, self.vocab_size))
         self.checked([0, *(params.stop_token_ids or ())], f"{name}'s stop_token_ids")
         total = len(ids) + params.max_tokens
         if total > self.max_seq_len:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.serving import Penalties
 from gpt_fast_sd.serving.logprobs import beside, found_of
 from gpt_fast_sd.serving.requests import Intake
 from tests.drafts import draft_of
@@ -98,6 +99,36 @@ def test_processors_of_transformers_give_what_its_generate_gives(tmp_path: Path)
         one.schedule.rounds.capture = captures
         assert [c.tokens for c in one.generate(prompts, params)] == expected
         assert [one.submit(*job).result().tokens for job in zip(prompts, params, strict=True)] == expected
+
+
+PENALIZED: list[dict[str, Any]] = [
+    {"presence_penalty": 0.9, "frequency_penalty": 0.4}, {"frequency_penalty": -1.5, "logit_bias": {"7": 4, 9: -100}},
+    {"presence_penalty": 2, "logit_bias": {65: 99}}, {"presence_penalty": -2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "captures", "compiles"),
+    few([("off", False, False), ("full", True, False), ("lookup", False, False), ("streaming", False, True)],
+        [("full", True, False), ("lookup", False, False)]),
+)  # fmt: skip
+def test_penalties_and_biases_are_those_of_a_slow_loop(name: str, captures: bool, compiles: bool) -> None:
+    model, expected, prompts = tiny_model(), [], [random_ids(n, seed=n) for n in (40, 3, 90, 21)]
+    for prompt, how in zip(prompts, PENALIZED, strict=True):
+        text = [*prompt]
+        for _ in range(20):
+            logits, emitted = whole_text_logits(model, text)[-1].tolist(), text[len(prompt) :]
+            for token in {*emitted}:
+                logits[token] -= how.get("presence_penalty", 0) + how.get("frequency_penalty", 0) * emitted.count(token)
+            for token, by in how.get("logit_bias", {}).items():
+                logits[int(token)] += by
+            text.append(max(range(258), key=logits.__getitem__))
+        expected.append(text[len(prompt) :])
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, processor=Penalties(**how)) for how in PENALIZED]
+    one = tiny_engine(draft_of(name), compile=compiles)
+    one.schedule.rounds.capture = capture if captures else None
+    assert [c.tokens for c in one.generate(prompts, params)] == expected
+    assert [one.submit(*job).result().tokens for job in zip(prompts, params, strict=True)] == expected
 
 
 TOY, PROMPT = tiny_config(vocab_size=5, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24), [0, 3, 1, 4, 2, 2]
@@ -237,6 +268,18 @@ def test_what_cannot_be_asked_for_is_refused() -> None:
             SamplingParams(logprobs=n)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="processor must be a callable of ids and logits, got 3"):
         SamplingParams(processor=3)  # type: ignore[arg-type]
+    for how, said in (
+        ({"presence_penalty": "a"}, "presence_penalty must be a number from -2 to 2, got 'a'"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty must be a number from -2 to 2, got nan"),
+        ({"logit_bias": [5]}, r"logit_bias must map token ids to numbers, got \[5\]"),
+        ({"logit_bias": {"-1": 1}}, "got the token '-1'"), ({"logit_bias": {5: True}}, "of token 5 must be a number"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            Penalties(**how)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="logit_bias holds token id 258, the vocabulary goes from 0 to 257"):
+        engine("off").check([[1]], SamplingParams(processor=Penalties(logit_bias={"258": 1})))
+    with pytest.raises(ValueError, match="another processor must give them n_prompt"):
+        Penalties()(torch.tensor([[1]]), torch.zeros(1, 9))
     intake = Intake(tiny_config(), None, 100, is_alone=False)
     with pytest.raises(ValueError, match="prompt 0 has a processor, which changes whole logits"):
         intake.one(0, [1], SamplingParams(processor=no_token_twice))

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 import batch
 import journal
-from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import load_model, save_hugging_face
+from gpt_fast_sd.serving import Penalties
 from gpt_fast_sd.serving.lifecycle import Access
 from gpt_fast_sd.serving.scheduling import Schedule
 from tests.helpers import Patch, Printed, Refuses, few, random_ids, tiny_model
@@ -98,13 +99,15 @@ def job(tiny_folder: Path, tmp_path: Path, refuses: Refuses, capsys: Printed) ->
 
 def test_every_line_is_continued_as_the_engine_alone_continues_it(job: Job) -> None:
     records = prompts(8)
+    records[1] |= {"frequency_penalty": 2, "logit_bias": {"7": 50}}
     job.give(*records)
     assert job.code("--seed", 5) == 0
     engine = Engine(load_model(job.model), None, EngineConfig(batch_size=3, max_seq_len=200, compile=False))
     params = [
-        SamplingParams(max_tokens=r["max_tokens"], temperature=r.get("temperature", 0.0), seed=5 + i)
+        SamplingParams(max_tokens=r["max_tokens"], temperature=r.get("temperature", 0.0), seed=5 + i,
+                       processor=Penalties.of(r))
         for i, r in enumerate(records)
-    ]
+    ]  # fmt: skip
     expected, found = engine.generate([r["prompt"] for r in records], params), job.lines
     assert [(r["index"], r["id"]) for r in found] == [(i, r["id"]) for i, r in enumerate(records)]
     several = found.pop(3)["completions"]  # of which the others have other seeds
@@ -140,6 +143,7 @@ def test_lines_that_make_no_sense_are_rejected_by_number(job: Job) -> None:
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": "text"}, "no tokenizer"),
         ({"prompt": [1], "top_p": 3}, "top_p must be"),
+        ({"prompt": [1], "logit_bias": {"999": 1}}, "logit_bias holds token id 999"),
         ({"prompt": [1], "n": 1.5}, "n must be a whole number from 1 to 10,000, got 1.5"),
         ({"prompt": [1], "stop": "x"}, "no tokenizer to find them with"),
         ({"prompt": [1] * 198, "max_tokens": 3}, "too long: 198 tokens and max_tokens 3 are 201, over --max-seq-l"),
@@ -316,8 +320,8 @@ class Watched:
                 self.most_ahead = max(self.most_ahead, self.read - self.finished)
                 yield line
 
-        def noted(writer: batch.Writer, task: batch.Task, completion: Completion) -> None:
-            finished(writer, task, completion)
+        def noted(writer: batch.Writer, task: batch.Task) -> None:
+            finished(writer, task)
             self.finished += 1
             self.most_kept = max(self.most_kept, len(writer._held))
 

@@ -21,6 +21,7 @@ import pytest
 import serve
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.serving import Penalties
 from tests.helpers import ByteTokenizer, Patch, Printed, Refuses, tiny_engine
 
 openai = pytest.importorskip("openai")
@@ -64,7 +65,8 @@ class Running:
 
     def texts(self, *prompts: Any, **params: Any) -> list[str]:
         """What the engine itself gives."""
-        submitted = [self.engine.submit(prompt, SamplingParams(**params)) for prompt in prompts]
+        bias = Penalties(logit_bias=params.pop("logit_bias")) if "logit_bias" in params else None
+        submitted = [self.engine.submit(prompt, SamplingParams(**params, processor=bias)) for prompt in prompts]
         return [each.result().text for each in submitted]
 
 
@@ -94,7 +96,9 @@ def served(folder: Path) -> Iterator[Running]:
     one.end()
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"stop": [" the"]}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"stop": " the"}, {"logit_bias": {"70": 9}}], ids=str
+)
 def test_answers_are_what_the_engine_gives(served: Running, params: dict[str, Any]) -> None:
     assert served.engine.tokenizer
     ids, how, prompts = served.engine.tokenizer.chat(CHAT), GREEDY | params, ["The harbour was", "Chapter 1", "It was"]
@@ -139,7 +143,7 @@ def test_logprobs_are_those_of_the_engine(served: Running) -> None:
 def test_n_completions_of_a_prompt_have_seeds_of_their_own_and_stand_beside_each_other(served: Running) -> None:
     assert served.engine.tokenizer
     how: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
-    prompts = ["It was", "Chapter 1"]
+    prompts = ["One lamp of two", "Two oars of one"]  # no slot has them
     expected = [c.text for c in served.engine.generate([p for p in prompts for _ in range(3)],
                                                        SamplingParams(**how).samples(3) * 2)]  # fmt: skip
     assert served.engine.stats.prefill_tokens == sum(len(served.engine.tokenizer.encode(p)) - 1 for p in prompts)
@@ -183,10 +187,10 @@ def test_of_a_crowd_of_whom_half_leave_all_others_are_answered_and_all_slots_are
 
 
 FIELDS: dict[str, list[Any]] = {  # values that are refused by the field's name
-    "n": [0, 1.5, True], "best_of": [2], "logprobs": [21, True], "echo": [True], "presence_penalty": [0.5],
-    "tools": [[{}]], "logit_bias": [{"5": 1}], "response_format": [{"type": "json_object"}], "stream": ["yes"],
-    "stream_options": [{"include": 1}], "temperature": ["hot", True], "top_p": [0], "top_k": [1.5], "min_p": [2],
-    "seed": [-1], "stop": [[1]], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
+    "n": [0, 1.5, True], "best_of": [2], "logprobs": [21, True], "echo": [True], "presence_penalty": ["a", 3],
+    "tools": [[{}]], "logit_bias": [{"5": "1"}, [1], {"99999": 1}], "response_format": [{"type": "json_object"}],
+    "stream": ["yes"], "stream_options": [{"include": 1}], "temperature": ["hot", True], "top_p": [0], "top_k": [1.5],
+    "min_p": [2], "seed": [-1], "stop": [[1]], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
 }  # fmt: skip
 OTHERS: list[tuple[str, Any, str]] = [  # what is changed, and what is said of it
     ("completions", {"functions": []}, "functions is not supported"), ("completions", {"prompt": ""}, "0 is empty"),
