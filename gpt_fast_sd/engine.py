@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from .acceptance import Override
 from .config import EngineConfig, SamplingParams, require_kind
 from .fast.devices import traits_of
 from .loading import MemoryPlan, free_memory, plan_of, require_fit, target_of
-from .loading.load import load
+from .loading.load import load, taken
 from .loading.system import dtype_name
 from .policies import DraftConfig, DraftPolicy
 from .prefill import Prefill
@@ -77,8 +78,6 @@ class Engine:
         group = self.parallel.group
         require_fit(model, cfg, self.draft, group)
         self._plan = plan or plan_of(model, draft_model, cfg, self.draft, self.parallel)
-        if plan is None:
-            self._plan.check(free_memory(self.device))
         self.target = target_of(model, cfg, group, self._plan.system.format)
         self.cache, self.compiled = self.target.cache, self.target.backend.compiles
         self._intake = Intake(model.config, tokenizer, cfg.max_seq_len, is_alone=group.size == 1)
@@ -120,10 +119,9 @@ class Engine:
         """
         require_kind("draft", draft, DraftConfig)
         with self._access.alone():
-            cfg, held = self.config, self.cache.format
-            plan = plan_of(self.model, draft_model, cfg, draft, self.parallel, held)
+            cfg, old = self.config, self.schedule.rounds
+            plan = plan_of(self.model, draft_model, cfg, draft, self.parallel, self.cache.format)
             plan.added_to(self._plan).check_added(free_memory(self.device, held=self._plan.total))
-            old = self.schedule.rounds
             new = rounds_for(plan.system.draft, draft_model, self.target, self.state, old.capture, self.parallel, cfg)
             old.forget()  # even if something else still refers to them
             new.keep_steps(old)
@@ -143,10 +141,19 @@ class Engine:
 
         parallel: the processes that hold the model together; each reads only its own part of the weights.
         """
-        config, draft = config or EngineConfig(), draft or DraftConfig()
-        loaded = load(model, config, draft, parallel)
-        parts = loaded.draft_model, loaded.parallel, loaded.plan
-        return cls(loaded.model, loaded.tokenizer, loaded.config, draft, *parts)
+        return load(model, config or EngineConfig(), draft or DraftConfig(), parallel).into(cls)
+
+    @classmethod
+    @own_settings()
+    def from_transformers(
+        cls, model: Any, tokenizer: Any = None, config: EngineConfig | None = None, draft: DraftConfig | None = None, *,
+        share: bool = True,
+    ) -> Engine:  # fmt: skip
+        """Run a Llama, Mistral, Qwen2 or Qwen3 that transformers has loaded; ValueError, before work, for any other.
+
+        tokenizer: transformers' or one of ours. share: see `model.share_model`; False: weights are copied.
+        """
+        return taken(model, tokenizer, config or EngineConfig(), draft or DraftConfig(), share).into(cls)
 
     @property
     def policy(self) -> DraftPolicy | None:

@@ -126,7 +126,7 @@ def plan_of(
     model: Transformer, draft_model: Transformer | None, config: EngineConfig, draft: DraftConfig, parallel: Parallel,
     held: CacheFormat | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """See plan_for, of an engine of models that are there; held: the format of its cache, if that is, too."""
+    """See plan_for, of models that are there, checked; held: the format of a cache that is there, too: not checked."""
     if draft_model:
         require_plain(draft_model, config)
     weight = model.embedding.weight
@@ -134,7 +134,10 @@ def plan_of(
         config=config, draft=draft, model=model.config, draft_model=draft_model.config if draft_model else None,
         dtype=weight.dtype, device=weight.device, held=held,
     )  # fmt: skip
-    return plan_for(system.of_rank(parallel))
+    plan = plan_for(system.of_rank(parallel))
+    if held is None:
+        plan.check(free_memory(weight.device))
+    return plan
 
 
 def has_room(system: System, gamma: int) -> bool:
