@@ -190,14 +190,17 @@ def test_a_process_that_was_forked_says_so_and_does_not_wait_for_threads_it_lack
         torch.set_num_threads(2)
         one = Engine.from_pretrained("bundled", EngineConfig(device="cpu", compile=False, max_seq_len=512))
         one.generate("It was", SamplingParams(max_tokens=2))
-        if not os.fork():
-            for call in (one.generate, one.submit):
-                try:
-                    call("It was")
-                except RuntimeError as error:
-                    print(error, flush=True)
-            os._exit(0)
-        os.wait()
+        for n, calls in (2, (one.generate, one.submit)), (1, (one.submit,)):
+            torch.set_num_threads(n)
+            next(events := iter(one.submit("It was", SamplingParams(max_tokens=400, ignore_eos=True))))
+            if not os.fork():
+                for call in calls:
+                    try:
+                        call("It was")
+                    except RuntimeError as error:
+                        print(error, flush=True)
+                os._exit(0)
+            os.wait()
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
-    assert done.stdout.count("forked from the one that built the engine: build one in each process") == 2, done.stderr
+    assert done.stdout.count("forked from the one that built the engine: build one in each process") == 3, done.stderr
