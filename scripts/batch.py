@@ -74,13 +74,12 @@ from inputs.ruler import RULER
 from inputs.sources import HUB
 from journal import Files, Log, beside, indices, lock_of
 from measuring.ledger import as_json
-from records import Encoder, Record, as_record, n_of, own
+from records import LONGEST_LINE, Encoder, Record, as_record, n_of, own
 
 PROGRAM = "batch.py"
 AHEAD = 16  # lines per slot that may be read before the oldest of them is written, where the order of the input is kept
 BEGINNING = 1 << 24  # bytes of a GGUF file: a header with a vocabulary of 128k has 8 MB
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
-LONGEST_LINE = 2**26  # bytes: more than any model has positions for
 REJECTED = 4  # exit code
 PROBE = SamplingParams(max_tokens=4, ignore_eos=True)  # of one token, to see whether the engine works at all
 

@@ -16,6 +16,7 @@ from inputs.prompts import read_text
 from inputs.sources import OURS, as_ours, prompts_of
 
 Record = dict[str, Any]
+LONGEST_LINE = 2**26  # bytes, also of a request: more than any model has positions for
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "max_drafts",
               "stop_token_ids", "logprobs")  # fmt: skip
 
@@ -163,6 +164,15 @@ def logprobs_of(
         "tokens": [one["token"] for one, _ in each], "token_logprobs": [one["logprob"] for one, _ in each],
         "top_logprobs": [{other["token"]: other["logprob"] for other in [*reversed(top), one]} for one, top in each],
     }  # fmt: skip
+
+
+def usage_of(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Record:
+    """In OpenAI's form tokens in and out, and what became of the drafts."""
+    given, made = sum(map(len, prompts)), sum(len(one.tokens) for one in completions)
+    counts = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+    rounds, drafted, kept = (sum(getattr(c.stats, n) for c in completions) for n in ("rounds", "drafted", "accepted"))
+    details = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": drafted - kept, "rounds": rounds}
+    return counts | {"completion_tokens_details": details}
 
 
 def requests_of(path: Path, fields: Sequence[str] = ()) -> list[str]:

@@ -36,7 +36,7 @@ from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import Tokenizer, parse_json, read_config
 from gpt_fast_sd.serving import Penalties
 from gpt_fast_sd.serving.service import Submission
-from records import PER_PROMPT, Encoder, logprobs_of, own
+from records import LONGEST_LINE, PER_PROMPT, Encoder, logprobs_of, own, usage_of
 
 with contextlib.suppress(ImportError):  # prepare says so
     import uvicorn
@@ -49,6 +49,7 @@ PROGRAM = "serve.py"
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
 READ = {*PER_PROMPT, *Penalties.NAMES, "model", "prompt", "n", "best_of"}
 READ_OF_CHATS = READ - {"prompt", "logprobs"} | {"messages", "max_completion_tokens", "top_logprobs"}
+MOST_STOPS, LONGEST_STOP = 64, 1000
 CHANGE_NOTHING = {"user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"}
 ALLOWED: dict[str, tuple[object, ...]] = {  # fields that may have these values, and no others
     "stream": (False, True), "stream_options": ({}, {"include_usage": False}, {"include_usage": True}),
@@ -82,7 +83,7 @@ def refused(_: Request, error: Exception) -> Response:
 class Asked:
     """A request that makes sense and is supported, as far as that is seen without the engine; else Refused."""
 
-    def __init__(self, body: bytes, model: str, tokenizer: Tokenizer | None, *, chat: bool) -> None:
+    def __init__(self, body: bytearray, model: str, tokenizer: Tokenizer | None, *, chat: bool) -> None:
         try:
             if not isinstance(record := parse_json(body.decode(), constants=False), dict):
                 raise ValueError(f"got {record!r:.80}")
@@ -97,21 +98,25 @@ class Asked:
                 raise Refused(f"{name} {said}", name, "unsupported_value" if allowed else "unsupported_parameter")
         if record.get("model", model) != model:
             raise Refused(f"there is no such model here, but {model!r}", "model", "model_not_found", 404)
-        if prompt not in record:
-            raise Refused(f"{prompt} is missing", prompt)
-        if "max_tokens" in record and "max_completion_tokens" in record:
-            raise Refused("max_tokens and max_completion_tokens mean the same: give one of them", "max_tokens")
         self.max_tokens = record.get("max_completion_tokens", record.get("max_tokens"))
-        wanted = None if record.get("logprobs") is False else record.get("logprobs")
-        if chat and record.get("top_logprobs") and not wanted:
-            raise Refused("top_logprobs needs logprobs true", "top_logprobs")
+        n, wanted = record.get("n", 1), None if record.get("logprobs") is False else record.get("logprobs")
+        both = "max_tokens" in record and "max_completion_tokens" in record
+        for said, wrong in {
+            f"{prompt} is missing": prompt not in record,
+            "max_tokens and max_completion_tokens mean the same: give one of them": both,
+            "top_logprobs needs logprobs true": chat and record.get("top_logprobs") and not wanted,
+            f"best_of must be n, or left out, got {record.get('best_of')!r:.80}": record.get("best_of", n) != n,
+        }.items():
+            if wrong:
+                raise Refused(said, said.split()[0])
         how = {"logprobs": wanted if not (chat and wanted) else record.get("top_logprobs", 0)}
         how |= {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         try:
-            if record.get("best_of", n := record.get("n", 1)) != n:
-                raise ValueError(f"best_of must be n, or left out, got {record['best_of']!r:.80}")
             given: dict[str, Any] = {"temperature": 1.0, **own(record), **how}
             self.params = SamplingParams(**given).samples(n)
+            stops = *self.params[0].stop_strings, *map(str, self.params[0].stop_token_ids or ())
+            if len(stops) > MOST_STOPS or max(map(len, stops), default=0) > LONGEST_STOP:
+                raise ValueError(f"stop may have {MOST_STOPS} texts and ids of {LONGEST_STOP:,} characters, not more")
         except ValueError as error:
             said = str(error).replace("logprobs", "top_logprobs") if chat else str(error)
             raise Refused(said, said.split()[0]) from None
@@ -129,15 +134,6 @@ class Asked:
         logprobs = logprobs_of(self.tokenizer, one.tokens, one.logprobs, chat=self.chat) if one else None
         piece = {"delta": {"content": text}} if self.stream else {"message": {"role": "assistant", "content": text}}
         return {"index": i, **(piece if self.chat else {"text": text}), "logprobs": logprobs, "finish_reason": reason}
-
-
-def usage_of(prompts: list[list[int]], completions: list[Completion]) -> dict[str, Any]:
-    """Tokens in and out, and what became of the drafts."""
-    given, made = sum(map(len, prompts)), sum(len(one.tokens) for one in completions)
-    counts = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
-    rounds, drafted, kept = (sum(getattr(c.stats, n) for c in completions) for n in ("rounds", "drafted", "accepted"))
-    details = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": drafted - kept, "rounds": rounds}
-    return counts | {"completion_tokens_details": details}
 
 
 class Server:
@@ -203,7 +199,12 @@ class Server:
 
     async def post(self, request: Request) -> Any:
         """Answer one request, or refuse it."""
-        asked = Asked(await request.body(), self.model, self.engine.tokenizer, chat="chat" in request.url.path)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > LONGEST_LINE:
+                raise Refused(f"the body has over {LONGEST_LINE:,} bytes, more than any prompt needs", status=413)
+        asked = Asked(body, self.model, self.engine.tokenizer, chat="chat" in request.url.path)
         if asked.n > self.most:
             raise Refused(f"{asked.n:,} completions are more than the {self.most:,} that may wait at once", "prompt")
         if self.ending:

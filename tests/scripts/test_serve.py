@@ -190,7 +190,7 @@ FIELDS: dict[str, list[Any]] = {  # values that are refused by the field's name
     "n": [0, 1.5, True], "best_of": [2], "logprobs": [21, True], "echo": [True], "presence_penalty": ["a", 3],
     "tools": [[{}]], "logit_bias": [{"5": "1"}, [1], {"99999": 1}], "response_format": [{"type": "json_object"}],
     "stream": ["yes"], "stream_options": [{"include": 1}], "temperature": ["hot", True], "top_p": [0], "top_k": [1.5],
-    "min_p": [2], "seed": [-1], "stop": [[1]], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
+    "min_p": [2], "seed": [-1], "stop": [[1], ["a"] * 65, "a" * 1001], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
 }  # fmt: skip
 OTHERS: list[tuple[str, Any, str]] = [  # what is changed, and what is said of it
     ("completions", {"functions": []}, "functions is not supported"), ("completions", {"prompt": ""}, "0 is empty"),
@@ -201,6 +201,7 @@ OTHERS: list[tuple[str, Any, str]] = [  # what is changed, and what is said of i
     ("completions", {"prompt": [5] * 1024}, "1,024 tokens of prompt and max_tokens 1 are over the 1,024 of a slot"),
     ("completions", {"prompt": ["a"] * 3, "n": 100}, "300 completions are more than the 202 that may wait at once"),
     ("models", {}, "Method Not Allowed"),
+    ("completions", b"too long", "the body has over 67,108,864 bytes"),
     ("chat/completions", {"max_completion_tokens": 9, "max_tokens": 9}, "mean the same"), ("x", {}, "Not Found"),
     ("chat/completions", {"logprobs": 3}, "logprobs must be"), ("chat/completions", {"top_logprobs": 2}, "needs log"),
     ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be a whole number from 0 to 20"),
@@ -216,11 +217,12 @@ def test_what_is_not_supported_or_makes_no_sense_is_refused(
 ) -> None:
     start: dict[str, Any] = {"model": "m", "messages": CHAT} if "chat" in address else {"model": "m", "prompt": "a"}
     body = changes if isinstance(changes, bytes) else json.dumps(start | changes).encode()
+    body *= 2**23 + 1 if body == b"too long" else 1
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(f"{served.url}/{address}", body)
     error = json.load(refused.value)["error"]
     assert said in error["message"] and error.keys() == {"message", "type", "param", "code"}
-    assert refused.value.code in (400, 404, 405) and error["type"] == "invalid_request_error"
+    assert refused.value.code in (400, 404, 405, 413) and error["type"] == "invalid_request_error"
 
 
 def test_a_full_queue_says_so_and_who_waits_may_leave_it_and_time_that_is_over_cuts_off() -> None:
