@@ -20,16 +20,8 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import ModelConfig, save_hugging_face
 from gpt_fast_sd.serving.requests import TokenEvent
 from tests.gpt_fast_sd.policies.drafting import tokens_of
-from tests.helpers import (
-    ByteTokenizer,
-    few,
-    random_ids,
-    random_transformers_model,
-    tiny_config,
-    tiny_engine,
-    tiny_model,
-    whole_text_logits,
-)
+from tests.helpers import ByteTokenizer, few, random_ids, tiny_config, tiny_engine, tiny_model, whole_text_logits
+from tests.helpers import random_transformers_model as random_model
 
 LENGTHS = [1, 2, 700, 3, 255, 256, 257, 10, 511, 512, 513, 7, 90]
 PROMPTS = [random_ids(n, seed=n + i) for i, n in enumerate(LENGTHS)]
@@ -333,43 +325,40 @@ def test_a_folder_gives_an_engine_in_the_dtype_asked_for_whatever_a_caller_has_s
 
 
 EAGER = EngineConfig(batch_size=2, max_seq_len=256, device="cpu", compile=False)
-FAMILIES: list[tuple[str, dict[str, Any]]] = [
-    ("Llama", {}), ("Mistral", {}), ("Qwen2", {"tie_word_embeddings": True}), ("Qwen3", {"num_key_value_heads": 1})
-]  # fmt: skip
+FAMILIES = {"Llama": {}, "Mistral": {}, "Qwen2": {"tie_word_embeddings": True}, "Qwen3": {"num_key_value_heads": 1}}
 
 
-@pytest.mark.parametrize(("family", "changes"), FAMILIES)
-def test_a_model_of_transformers_shares_its_memory_and_computes_what_it_did(family: str, changes: Any) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_transformers_shares_its_memory_and_computes_what_it_did(family: str) -> None:
     for share in (False, True):
-        theirs, ids = random_transformers_model(family, **changes), torch.tensor([random_ids(50, vocab_size=131)])
-        before, n_bytes = theirs(ids).logits, sum(p.nbytes for p in theirs.parameters())
-        copied = sum(p.nbytes for name, p in theirs.named_parameters() if re.search("[qkv]_proj", name))
+        theirs, ids = random_model(family, **FAMILIES[family]), torch.tensor([random_ids(50, vocab_size=131)])
+        before, sizes = theirs(ids).logits, {name: p.nbytes for name, p in theirs.named_parameters()}
+        several = "num_key_value_heads" not in FAMILIES[family]
+        copied = [n for name, n in sizes.items() if not share or (several and re.search("[qkv]_proj", name))]
         one = Engine.from_transformers(theirs, None, EAGER, share=share)
         assert torch.equal(theirs(ids).logits, before)
         torch.testing.assert_close(one.logits(ids[0].tolist()), before[0], rtol=1e-5, atol=1e-4)
         storages = [p.untyped_storage() for p in (*theirs.parameters(), *one.model.parameters())]
-        held = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-        assert held == n_bytes + (n_bytes if not share else 0 if "num_key_value_heads" in changes else copied)
+        assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) == sum(sizes.values()) + sum(copied)
         greedy = theirs.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 50:]
         assert one.generate(ids.tolist(), SamplingParams(max_tokens=9, ignore_eos=True))[0].tokens == greedy.tolist()
 
 
 def test_what_is_no_plain_model_of_transformers_is_refused() -> None:
-    def changed(change: Callable[[Any], object]) -> Any:
-        change(model := random_transformers_model("Llama"))
-        return model
-
     peft = type("PeftModelForCausalLM", (), {"__module__": "peft.peft_model"})()
-    bytes_alone = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
-    for model, how, said in (
-        (object(), {}, "must be transformers' LlamaForCausalLM, .*, got object"), (peft, {}, r"merge_and_unload\(\)"),
-        (changed(lambda m: setattr(m.config, "quantization_config", {"bits": 4})), {}, "quantized by transformers"),
-        (changed(lambda m: setattr(m.model.layers[0].self_attn.q_proj, "weight", bytes_alone)), {}, "is quantized"),
-        (changed(lambda m: setattr(m.lm_head, "bias", torch.nn.Parameter(torch.zeros(131)))), {}, "has the parameter"),
-        (changed(lambda m: m.model.norm.to("meta")), {}, "norm.weight is torch.float32 on meta, the embedding"),
-        (changed(lambda m: m.model.norm.half()), {}, "one dtype and one device hold all of a model"),
-        (changed(lambda m: 0), {"dtype": "bf16"}, "dtype 'bf16' was requested, and the model is in fp32"),
-        (changed(lambda m: 0), {"max_seq_len": 300}, "max_seq_len 300 is over the model's 256 positions"),
-    ):  # fmt: skip
+    whole = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
+    changes: list[tuple[Callable[[Any], object], dict[str, Any], str]] = [
+        (lambda m: setattr(m.config, "quantization_config", {"bits": 4}), {}, "quantized by transformers"),
+        (lambda m: setattr(m.model.layers[0].self_attn.q_proj, "weight", whole), {}, "is quantized"),
+        (lambda m: setattr(m.lm_head, "bias", torch.nn.Parameter(torch.zeros(131))), {}, "has the parameter"),
+        (lambda m: m.model.norm.to("meta"), {}, "norm.weight is torch.float32 on meta, the embedding"),
+        (lambda m: m.model.norm.half(), {}, "one dtype and one device hold all of a model"),
+        (lambda m: 0, {"dtype": "bf16"}, "dtype 'bf16' was requested, and the model is in fp32"),
+        (lambda m: 0, {"max_seq_len": 300}, "max_seq_len 300 is over the model's 256 positions"),
+    ]
+    given = [(random_model("Llama"), *one) for one in changes]
+    given += [(object(), id, {}, "must be transformers' LlamaForC.*, got object"), (peft, id, {}, "merge_and_unload")]
+    for model, change, how, said in given:
+        change(model)
         with pytest.raises(ValueError, match=said):
             Engine.from_transformers(model, None, replace(EAGER, **how))

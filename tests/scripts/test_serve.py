@@ -144,15 +144,14 @@ def test_n_completions_of_a_prompt_have_seeds_of_their_own_and_stand_beside_each
     assert served.engine.tokenizer
     how: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
     prompts = ["One lamp of two", "Two oars of one"]  # no slot has them
-    expected = [c.text for c in served.engine.generate([p for p in prompts for _ in range(3)],
-                                                       SamplingParams(**how).samples(3) * 2)]  # fmt: skip
+    given = [(prompt, one) for prompt in prompts for one in SamplingParams(**how).samples(3)]
+    expected = [completion.text for completion in served.engine.generate(given)]
     assert served.engine.stats.prefill_tokens == sum(len(served.engine.tokenizer.encode(p)) - 1 for p in prompts)
     answer = served.ask(**how, model="m", prompt=prompts, n=3, best_of=3)
     assert [(c.index, c.text) for c in answer.choices] == list(enumerate(expected)) and len({*expected}) == 6
     assert answer.usage.prompt_tokens == served.ask(**how, model="m", prompt=prompts).usage.prompt_tokens
-    roles = [p.choices[0].index for p in served.chat(**how, model="m", messages=CHAT, n=2, stream=True)
-             if p.choices[0].delta.role]  # fmt: skip
-    assert roles == [0, 1]
+    pieces = [piece.choices[0] for piece in served.chat(**how, model="m", messages=CHAT, n=2, stream=True)]
+    assert [piece.index for piece in pieces if piece.delta.role] == [0, 1]
 
 
 def test_what_is_left_out_is_as_in_openais_api(served: Running) -> None:
