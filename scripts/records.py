@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from gpt_fast_sd import Completion, SamplingParams
+from gpt_fast_sd import Completion, SamplingParams, TokenEvent
 from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer
 from gpt_fast_sd.serving import Penalties
-from gpt_fast_sd.serving.logprobs import TokenLogprobs
 from inputs.prompts import read_text
 from inputs.sources import OURS, as_ours, prompts_of
 
@@ -144,10 +144,11 @@ def as_record(completion: Completion) -> Record:
     return {**found, "stats": completion.stats.as_dict(), **({"logprobs": each} if each else {})}
 
 
-def logprobs_of(
-    tokenizer: Tokenizer | None, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, chat: bool
-) -> Any:
-    """Log-probabilities of tokens in OpenAI's form: of a chat an object each, else lists; None if there are none."""
+def logprobs_of(tokenizer: Tokenizer | None, one: Completion | TokenEvent, *, chat: bool, start: int = 0) -> Any:
+    """Log-probabilities of its tokens in OpenAI's form: of a chat an object each, else lists; None if there are none.
+
+    start: characters of the text's tokens before them.
+    """
 
     def data(token: int) -> bytes:
         return tokenizer.token_bytes(token) if tokenizer else f"token_id:{token}".encode()
@@ -157,11 +158,13 @@ def logprobs_of(
         return {"token": text.decode("utf-8", "replace"), "bytes": list(text), "logprob": logprob}
 
     each = [(named(token, one.logprob), [named(*other) for other in one.top])
-            for token, one in zip(tokens, found, strict=False)]  # fmt: skip
+            for token, one in zip(one.tokens, one.logprobs, strict=False)]  # fmt: skip
     if chat or not each:
         return {"content": [one | {"top_logprobs": top} for one, top in each]} if each else None
+    ends = accumulate((len(one["token"]) for one, _ in each), initial=start)
     return {
-        "tokens": [one["token"] for one, _ in each], "token_logprobs": [one["logprob"] for one, _ in each],
+        "text_offset": [*ends][:-1], "tokens": [one["token"] for one, _ in each],
+        "token_logprobs": [one["logprob"] for one, _ in each],
         "top_logprobs": [{other["token"]: other["logprob"] for other in [*reversed(top), one]} for one, top in each],
     }  # fmt: skip
 

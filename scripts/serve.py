@@ -4,10 +4,11 @@
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The harbour was", "stream": true}'
 
 POST /v1/completions takes a prompt (a text, a list of token ids, or a list of several) and /v1/chat/completions
-messages; both take what READ and ALLOWED name, with that API's defaults, but a chat may go on to the end of its slot.
-What is not computed here is refused by its name. GET /v1/models names the model, /health counts idle slots and the
-queue, and measures the engine since it was last idle. SIGTERM and Ctrl-C end the server: new requests are refused,
-those at work have --grace seconds, or none after a second signal. Exit code: 0 it was ended, 2 nonsense, 1 it failed.
+messages; both take what READ and ALLOWED of asked.py name, with that API's defaults, but a chat may go on to the end of
+its slot. What is not computed here is refused by its name. GET /v1/models names the model, /health counts idle slots
+and the queue, and measures the engine since it was last idle. SIGTERM and Ctrl-C end the server: new requests are
+refused, those at work have --grace seconds, or none after a second signal. Exit code: 0 it was ended, 2 nonsense, 1 it
+failed.
 """
 
 from __future__ import annotations
@@ -22,21 +23,19 @@ import json
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
-from uuid import uuid4
 
 from common import ProgressLine, parser_of, refusing, sentence, started
+from asked import Asked, Refused
 from flags import add_engine_flags, add_flags, config_of, count, draft_of, join, positive, real, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import locate
-from gpt_fast_sd.model import Tokenizer, parse_json, read_config
-from gpt_fast_sd.serving import Penalties
+from gpt_fast_sd.model import read_config
 from gpt_fast_sd.serving.service import Submission
-from records import LONGEST_LINE, PER_PROMPT, Encoder, logprobs_of, own, usage_of
+from records import LONGEST_LINE, Encoder, usage_of
 
 with contextlib.suppress(ImportError):  # prepare says so
     import uvicorn
@@ -47,24 +46,6 @@ with contextlib.suppress(ImportError):  # prepare says so
 
 PROGRAM = "serve.py"
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
-READ = {*PER_PROMPT, *Penalties.NAMES, "model", "prompt", "n", "best_of"}
-READ_OF_CHATS = READ - {"prompt", "logprobs"} | {"messages", "max_completion_tokens", "top_logprobs"}
-MOST_STOPS, LONGEST_STOP = 64, 1000
-CHANGE_NOTHING = {"user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"}
-ALLOWED: dict[str, tuple[object, ...]] = {  # fields that may have these values, and no others
-    "stream": (False, True), "stream_options": ({}, {"include_usage": False}, {"include_usage": True}),
-    "echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},),
-    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True), "logprobs": (False, True),
-}  # fmt: skip
-
-
-class Refused(Exception):
-    """What a client is told in place of an answer, in OpenAI's form."""
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
-        self.status, self.document = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def answer_of(document: object, status: int = 200) -> Response:
@@ -78,62 +59,6 @@ def refused(_: Request, error: Exception) -> Response:
     if not isinstance(error, Refused):
         error = Refused(getattr(error, "detail", sentence(error)), status=getattr(error, "status_code", 500))
     return answer_of(error.document, error.status)
-
-
-class Asked:
-    """A request that makes sense and is supported, as far as that is seen without the engine; else Refused."""
-
-    def __init__(self, body: bytearray, model: str, tokenizer: Tokenizer | None, *, chat: bool) -> None:
-        try:
-            if not isinstance(record := parse_json(body.decode(), constants=False), dict):
-                raise ValueError(f"got {record!r:.80}")
-        except ValueError as error:
-            raise Refused(f"the body must be a JSON object in UTF-8: {error}") from None
-        record = {name: value for name, value in record.items() if value is not None}
-        prompt = "messages" if chat else "prompt"
-        for name in sorted(record.keys() - (READ_OF_CHATS if chat else READ) - CHANGE_NOTHING):
-            allowed = [json.dumps(value) for value in ALLOWED.get(name, ())]
-            if json.dumps(record[name]) not in allowed:
-                said = f"must be {' or '.join(allowed)}, or left out" if allowed else "is not supported: leave it out"
-                raise Refused(f"{name} {said}", name, "unsupported_value" if allowed else "unsupported_parameter")
-        if record.get("model", model) != model:
-            raise Refused(f"there is no such model here, but {model!r}", "model", "model_not_found", 404)
-        self.max_tokens = record.get("max_completion_tokens", record.get("max_tokens"))
-        n, wanted = record.get("n", 1), None if record.get("logprobs") is False else record.get("logprobs")
-        both = "max_tokens" in record and "max_completion_tokens" in record
-        for said, wrong in {
-            f"{prompt} is missing": prompt not in record,
-            "max_tokens and max_completion_tokens mean the same: give one of them": both,
-            "top_logprobs needs logprobs true": chat and record.get("top_logprobs") and not wanted,
-            f"best_of must be n, or left out, got {record.get('best_of')!r:.80}": record.get("best_of", n) != n,
-        }.items():
-            if wrong:
-                raise Refused(said, said.split()[0])
-        how = {"logprobs": wanted if not (chat and wanted) else record.get("top_logprobs", 0)}
-        how |= {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
-        try:
-            given: dict[str, Any] = {"temperature": 1.0, **own(record), **how}
-            self.params = SamplingParams(**given).samples(n)
-            stops = *self.params[0].stop_strings, *map(str, self.params[0].stop_token_ids or ())
-            if len(stops) > MOST_STOPS or max(map(len, stops), default=0) > LONGEST_STOP:
-                raise ValueError(f"stop may have {MOST_STOPS} texts and ids of {LONGEST_STOP:,} characters, not more")
-        except ValueError as error:
-            said = str(error).replace("logprobs", "top_logprobs") if chat else str(error)
-            raise Refused(said, said.split()[0]) from None
-        several = isinstance(record[prompt], list) and any(isinstance(one, str | list) for one in record[prompt])
-        self.prompts = record[prompt] if several and not chat else [record[prompt]]  # of a chat one list of messages
-        self.tokenizer, self.chat, self.n = tokenizer, chat, len(self.prompts) * n
-        self.stream, self.counts = record.get("stream", False), record.get("stream_options") == {"include_usage": True}
-        self.head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}", "created": int(time.time())}
-        kind = "text_completion" if not chat else "chat.completion.chunk" if self.stream else "chat.completion"
-        self.head |= {"object": kind, "model": model}
-
-    def choice(self, i: int, one: Completion | TokenEvent | None, reason: str | None = None) -> dict[str, Any]:
-        """What a prompt's text has become, or the next piece of it; None: nothing more."""
-        text = one.text if one else ""
-        logprobs = logprobs_of(self.tokenizer, one.tokens, one.logprobs, chat=self.chat) if one else None
-        piece = {"delta": {"content": text}} if self.stream else {"message": {"role": "assistant", "content": text}}
-        return {"index": i, **(piece if self.chat else {"text": text}), "logprobs": logprobs, "finish_reason": reason}
 
 
 class Server:

@@ -129,8 +129,10 @@ def test_logprobs_are_those_of_the_engine(served: Running) -> None:
     hot = served.ask(model="m", prompt="It was", temperature=1.5, seed=3, logprobs=0).choices[0].logprobs
     assert hot.top_logprobs == [{token: p} for token, p in zip(hot.tokens, hot.token_logprobs, strict=True)]
     pieces = [piece.choices[0] for piece in served.ask(**GREEDY, prompt="It was", logprobs=2, stream=True)]
-    told = [p for one in pieces if one.logprobs for p in one.logprobs.token_logprobs]
-    assert told == whole.logprobs.token_logprobs
+    told = [pair for one in pieces if (p := one.logprobs) for pair in zip(p.token_logprobs, p.text_offset, strict=True)]
+    assert told == [*zip(whole.logprobs.token_logprobs, whole.logprobs.text_offset, strict=True)]
+    found = zip(whole.logprobs.tokens, whole.logprobs.text_offset, strict=True)
+    assert all(whole.text.startswith(token, at) for token, at in found)
     chat = served.chat(**GREEDY, messages=CHAT, logprobs=True, top_logprobs=3).choices[0]
     assert "".join(one.token for one in chat.logprobs.content) == chat.message.content
     for one in chat.logprobs.content:
