@@ -30,7 +30,7 @@ from .serving.calibration import warm_up
 from .serving.cuda_graphs import GraphPool
 from .serving.launch import rounds_for
 from .serving.lifecycle import Access, kept_by, own_settings, sheltered
-from .serving.requests import Completion, Intake, Params, Prompt, Prompts, RoundEvent, TokenEvent, Waiting
+from .serving.requests import Completion, Intake, Last, Params, Prompt, Prompts, RoundEvent, TokenEvent, Waiting
 from .serving.scheduling import Schedule
 from .serving.scoring import Scorer, Scores
 from .serving.service import Service, Submission
@@ -241,14 +241,14 @@ class Engine:
 
     @own_settings()
     @torch.inference_mode()
-    def score(self, texts: Sequence[Prompt], last: int | Sequence[int | None] | None = None) -> list[Scores]:
+    def score(self, texts: Sequence[Prompt], last: Last = None, top: int = 0) -> list[Scores]:
         """Log-probabilities of the tokens of each text, chunk by chunk; ValueError before any work is done.
 
-        last: of so many last tokens, of all texts or of each; None: of all but the first, which nothing precedes.
+        last: of so many last tokens, of all texts or of each; None: of all but the first. top: and so many likeliest.
         """
-        scored = self._intake.texts(texts, last)
-        with self._access.at_work(self.schedule):
-            return list(self._scorer.scores(scored))
+        scored = self._intake.texts(texts, last, top)
+        with self._service.apart(), self._access.at_work(self.schedule):
+            return list(self._scorer.scores(scored, top))
 
     @own_settings()
     @torch.inference_mode()

@@ -19,7 +19,7 @@ MOST_STOPS, LONGEST_STOP = 64, 1000
 CHANGE_NOTHING = {"user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"}
 ALLOWED: dict[str, tuple[object, ...]] = {  # fields that may have these values, and no others
     "stream": (False, True), "stream_options": ({}, {"include_usage": False}, {"include_usage": True}),
-    "echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},),
+    "echo": (False, True), "suffix": ("",), "response_format": ({"type": "text"},),
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True), "logprobs": (False, True),
 }  # fmt: skip
 
@@ -58,6 +58,7 @@ class Asked:
             f"{prompt} is missing": prompt not in record,
             "max_tokens and max_completion_tokens mean the same: give one of them": both,
             "top_logprobs needs logprobs true": chat and record.get("top_logprobs") and not wanted,
+            "echo is of completions alone": chat and record.get("echo"),
             f"best_of must be n, or left out, got {record.get('best_of')!r:.80}": record.get("best_of", n) != n,
         }.items():
             if wrong:
@@ -76,6 +77,7 @@ class Asked:
         several = isinstance(record[prompt], list) and any(isinstance(one, str | list) for one in record[prompt])
         self.prompts = record[prompt] if several and not chat else [record[prompt]]  # of a chat one list of messages
         self.tokenizer, self.chat, self.n = tokenizer, chat, len(self.prompts) * n
+        self.echo = record.get("echo", False)
         self.ends = Counter[int]()  # characters of tokens that each completion has so far
         self.stream, self.counts = record.get("stream", False), record.get("stream_options") == {"include_usage": True}
         self.head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}", "created": int(time.time())}

@@ -9,13 +9,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from gpt_fast_sd import Completion, SamplingParams, TokenEvent
+from gpt_fast_sd import Completion, Engine, SamplingParams, TokenEvent
 from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer
 from gpt_fast_sd.serving import Penalties
+from gpt_fast_sd.serving.logprobs import TokenLogprobs
 from inputs.prompts import read_text
 from inputs.sources import OURS, as_ours, prompts_of
 
 Record = dict[str, Any]
+NOTHING = TokenLogprobs(0.0)  # of a token that nothing precedes
 LONGEST_LINE = 2**26  # bytes, also of a request: more than any model has positions for
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "max_drafts",
               "stop_token_ids", "logprobs")  # fmt: skip
@@ -147,17 +149,17 @@ def as_record(completion: Completion) -> Record:
 def logprobs_of(tokenizer: Tokenizer | None, one: Completion | TokenEvent, *, chat: bool, start: int = 0) -> Any:
     """Log-probabilities of its tokens in OpenAI's form: of a chat an object each, else lists; None if there are none.
 
-    start: characters of the text's tokens before them.
+    start: characters of the text's tokens before them. A token without one, which nothing precedes, has null.
     """
 
     def data(token: int) -> bytes:
         return tokenizer.token_bytes(token) if tokenizer else f"token_id:{token}".encode()
 
-    def named(token: int, logprob: float) -> Record:
+    def named(token: int, logprob: float | None) -> Record:
         text = data(token)
         return {"token": text.decode("utf-8", "replace"), "bytes": list(text), "logprob": logprob}
 
-    each = [(named(token, one.logprob), [named(*other) for other in one.top])
+    each = [(named(token, None if one is NOTHING else one.logprob), [named(*other) for other in one.top])
             for token, one in zip(one.tokens, one.logprobs, strict=False)]  # fmt: skip
     if chat or not each:
         return {"content": [one | {"top_logprobs": top} for one, top in each]} if each else None
@@ -165,8 +167,29 @@ def logprobs_of(tokenizer: Tokenizer | None, one: Completion | TokenEvent, *, ch
     return {
         "text_offset": [*ends][:-1], "tokens": [one["token"] for one, _ in each],
         "token_logprobs": [one["logprob"] for one, _ in each],
-        "top_logprobs": [{other["token"]: other["logprob"] for other in [*reversed(top), one]} for one, top in each],
+        "top_logprobs": [{other["token"]: other["logprob"] for other in [*reversed(top), one]}
+                         if one["logprob"] is not None else None for one, top in each],
     }  # fmt: skip
+
+
+def echo_of(engine: Engine, ids: Sequence[int], given: str | Sequence[int], top: int | None) -> TokenEvent:
+    """A prompt as if it had been emitted, with log-probabilities unless top is None; the first token has none."""
+    found = [NOTHING]
+    for scores in engine.score([ids], top=top) if top is not None and len(ids) > 1 else ():
+        best = zip(scores.best_ids.tolist(), scores.best.tolist(), strict=True)
+        likeliest = [tuple(zip(*pair, strict=True)) for pair in best]
+        found += [TokenLogprobs(*one) for one in zip(scores.logprobs.tolist(), likeliest, strict=True)]
+    shown = given if isinstance(given, str) else engine.tokenizer.decode(ids) if engine.tokenizer else ""
+    return TokenEvent(
+        index=0, tokens=[*ids], text=shown, pieces=[], sources=[], drafted=0, accepted=0,
+        logprobs=found if top is not None else [],
+    )  # fmt: skip
+
+
+def joined(echo: TokenEvent, completion: Completion) -> Completion:
+    """A completion behind its prompt."""
+    tokens, logprobs = [*echo.tokens, *completion.tokens], [*echo.logprobs, *completion.logprobs]
+    return replace(completion, text=echo.text + completion.text, tokens=tokens, logprobs=logprobs)
 
 
 def usage_of(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Record:

@@ -35,7 +35,7 @@ from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingP
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import read_config
 from gpt_fast_sd.serving.service import Submission
-from records import LONGEST_LINE, Encoder, usage_of
+from records import LONGEST_LINE, Encoder, echo_of, joined, usage_of
 
 with contextlib.suppress(ImportError):  # prepare says so
     import uvicorn
@@ -145,14 +145,16 @@ class Server:
         async def decode() -> None:
             prompts, params = await asyncio.to_thread(self.encode, asked)
             try:
+                echoes = await asyncio.to_thread(self.echoes, asked, prompts)
                 submissions.extend(self.engine.submit(prompt, one) for prompt in prompts for one in params)
             except RuntimeError as error:
                 raise self.fail(error) from error
             self.submissions.update(submissions)
             if asked.stream:
-                return await stream(asked, prompts, self.events(submissions), send)
+                return await stream(asked, prompts, self.events(submissions), send, echoes)
             completions = [event.completion async for _, event in self.events(submissions) if event.completion]
-            choices = [asked.choice(i, one, one.finish_reason) for i, one in enumerate(completions)]
+            whole = [joined(*pair) for pair in zip(echoes, completions, strict=True)] if echoes else completions
+            choices = [asked.choice(i, one, one.finish_reason) for i, one in enumerate(whole)]
             usage = usage_of(prompts, completions)
             await answer_of({**asked.head, "choices": choices, "usage": usage})(scope, receive, send)
 
@@ -191,6 +193,12 @@ class Server:
             raise Refused(sentence(error), "logit_bias" if "logit_bias" in str(error) else name) from None
         return prompts, params
 
+    def echoes(self, asked: Asked, prompts: list[list[int]]) -> list[TokenEvent]:
+        """In any thread: the prompt of each completion, if it is echoed."""
+        top, pairs = asked.params[0].logprobs, zip(prompts, asked.prompts, strict=True)
+        found = [echo_of(self.engine, ids, given, top) for ids, given in pairs] if asked.echo else []
+        return [one for one in found for _ in asked.params]
+
     async def events(self, submissions: list[Submission]) -> AsyncIterator[tuple[int, TokenEvent]]:
         """All events and whose they are, one submission's after another's; Refused if one is cut off."""
         for i, one in enumerate(submissions):
@@ -203,8 +211,10 @@ class Server:
                 raise (error if isinstance(error, Refused) else self.fail(error)) from None
 
 
-async def stream(asked: Asked, prompts: list[list[int]], events: AsyncIterator[Any], send: Any) -> None:
-    """Send the events as server-sent ones."""
+async def stream(
+    asked: Asked, prompts: list[list[int]], events: AsyncIterator[Any], send: Any, echoes: Sequence[TokenEvent]
+) -> None:
+    """Send the events, behind the prompts of those that are echoed, as server-sent ones."""
 
     async def say(*choices: dict[str, Any], usage: Any = None, last: str = "") -> None:
         piece = json.dumps({**asked.head, "choices": choices} | ({"usage": usage} if asked.counts else {}))
@@ -216,6 +226,8 @@ async def stream(asked: Asked, prompts: list[list[int]], events: AsyncIterator[A
     try:
         for i in range(asked.n if asked.chat else 0):
             await say(asked.choice(i, None) | {"delta": {"role": "assistant", "content": ""}})
+        for i, echo in enumerate(echoes):
+            await say(asked.choice(i, echo))
         async for i, event in events:
             if event.text or event.logprobs:
                 await say(asked.choice(i, event))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt_fast_sd.model import ModelConfig, StreamDecoder, Tokenizer
 
-from ..config import MAX_GAMMA, SamplingParams
+from ..config import MAX_GAMMA, MOST_LOGPROBS, SamplingParams
 from .logprobs import TokenLogprobs
 from .penalties import Penalties
 from .stats import CompletionStats
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt | tuple[Prompt, SamplingParams]]
+Last = int | Sequence[int | None] | None  # tokens of each text
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -337,8 +338,10 @@ class Intake:
             raise ValueError(f"last must be a whole number from 1 to the {which}, got {got}")
         return ids, len(ids) - first if last is None else last
 
-    def texts(self, texts: Any, last: Any) -> list[tuple[list[int], int]]:
+    def texts(self, texts: Any, last: Any, top: Any) -> list[tuple[list[int], int]]:
         """Texts to be scored, last one for all or one each -> of each its ids, and how many are scored."""
+        if type(top) is not int or not 0 <= top <= MOST_LOGPROBS:
+            raise ValueError(f"top must be a whole number from 0 to {MOST_LOGPROBS}, got {top!r:.80}")
         if isinstance(texts, str) or not isinstance(texts, Sequence):
             got = " ".join(repr(texts).split())[:80]
             raise ValueError(f"texts must be a list of texts or of lists of token ids, got {got}")

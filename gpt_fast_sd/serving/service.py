@@ -126,6 +126,7 @@ class Service:
         self._n = 0  # submissions so far
         self._thread: threading.Thread | None = None
         self._ending = False  # the program or the engine ends
+        self._turn, self._others = threading.Lock(), 0  # who has the engine, and how many calls wait for it
         self._last: tuple[Submission, TokenEvent | BaseException] | None = None  # held back until the stream has ended
 
     def submit(self, prompt: Prompt, params: SamplingParams | None) -> Submission:
@@ -149,6 +150,25 @@ class Service:
                 atexit.unregister(self.end)
                 atexit.register(self.end)
         return one
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Have the engine once what was submitted and has begun has ended; what comes meanwhile waits."""
+        if engine := self._engine():
+            engine.check([])
+        if threading.current_thread() is self._thread:  # which would wait for itself
+            raise RuntimeError(BUSY)
+        with self._changed:
+            self._others += 1
+        try:
+            self._turn.acquire()
+        finally:
+            with self._changed:
+                self._others -= 1
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def cancel(self, one: Submission) -> None:
         """See Submission.cancel."""
@@ -185,8 +205,9 @@ class Service:
             if (engine := self._engine()) is None:
                 return
             try:
-                for event in engine.stream(self._prompts(engine.schedule)):
-                    self._hand_over(event.index, event)
+                with self._turn:
+                    for event in engine.stream(self._prompts(engine.schedule)):
+                        self._hand_over(event.index, event)
             except BaseException as error:  # each of them waits for an answer
                 if str(error) == BUSY and not self._n_taken:
                     time.sleep(RETRY)
@@ -198,11 +219,13 @@ class Service:
     def _prompts(self, schedule: Schedule) -> Iterator[tuple[Prompt, SamplingParams] | None]:
         """What the stream takes: the oldest request; None while others are at work; it ends when all have ended."""
         schedule.on_failed = self._hand_over  # of this stream alone, which has begun
+        waiting = len(self._inbox)  # which have their turn, whoever else waits for one
         while True:
             with self._changed:
-                if not (self._inbox or self._at_work):
+                takes = self._inbox and (not self._others or self._n_taken < waiting)
+                if not (takes or self._at_work):
                     return
-                one = self._inbox.popleft() if self._inbox else None
+                one = self._inbox.popleft() if takes else None
                 if one:
                     self._tell_last()
                     self._at_work[self._n_taken] = one

@@ -142,6 +142,24 @@ def test_logprobs_are_those_of_the_engine(served: Running) -> None:
     assert served.chat(**GREEDY, messages=CHAT, logprobs=False).choices[0].logprobs is None
 
 
+def test_prompts_are_echoed_with_the_logprobs_that_they_have_as_lm_eval_reads_them(served: Running) -> None:
+    prompts = [[1, 70, 300, 5], [1, 9, 8, 7, 6]]
+    how: dict[str, Any] = GREEDY | {"max_tokens": 1, "logprobs": 1, "echo": True}
+    busy = served.ask(**LONG, prompt="It was", stream=True)  # the echo waits until it has ended
+    for choice, ids in zip(served.ask(**how, prompt=prompts).choices, prompts, strict=True):
+        (truth,) = served.engine.score([ids])
+        found = choice.logprobs
+        assert found.token_logprobs[0] is found.top_logprobs[0] is None and len(found.tokens) == len(ids) + 1
+        assert found.token_logprobs[1:-1] == pytest.approx(truth.logprobs.tolist(), abs=1e-4)
+        pairs = zip(found.token_logprobs[1:-1], found.top_logprobs[1:-1], strict=True)
+        assert [p == max(top.values()) for p, top in pairs] == truth.greedy.tolist()
+    assert sum(len(piece.choices[0].text) for piece in busy) > 100
+    [text] = served.texts("It was", max_tokens=12)
+    assert served.ask(**GREEDY, prompt="It was", echo=True).choices[0].text == f"It was{text}"
+    pieces = [piece.choices[0].text for piece in served.ask(**GREEDY, prompt="It was", echo=True, stream=True)]
+    assert pieces[0] == "It was" and "".join(pieces) == f"It was{text}"
+
+
 def test_n_completions_of_a_prompt_have_seeds_of_their_own_and_stand_beside_each_other(served: Running) -> None:
     assert served.engine.tokenizer
     how: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
@@ -188,7 +206,7 @@ def test_of_a_crowd_of_whom_half_leave_all_others_are_answered_and_all_slots_are
 
 
 FIELDS: dict[str, list[Any]] = {  # values that are refused by the field's name
-    "n": [0, 1.5, True], "best_of": [2], "logprobs": [21, True], "echo": [True], "presence_penalty": ["a", 3],
+    "n": [0, 1.5, True], "best_of": [2], "logprobs": [21, True], "echo": ["yes"], "presence_penalty": ["a", 3],
     "tools": [[{}]], "logit_bias": [{"5": "1"}, [1], {"99999": 1}], "response_format": [{"type": "json_object"}],
     "stream": ["yes"], "stream_options": [{"include": 1}], "temperature": ["hot", True], "top_p": [0], "top_k": [1.5],
     "min_p": [2], "seed": [-1], "stop": [[1], ["a"] * 65, "a" * 1001], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
@@ -204,6 +222,7 @@ OTHERS: list[tuple[str, Any, str]] = [  # what is changed, and what is said of i
     ("models", {}, "Method Not Allowed"),
     ("completions", b"too long", "the body has over 67,108,864 bytes"),
     ("chat/completions", {"max_completion_tokens": 9, "max_tokens": 9}, "mean the same"), ("x", {}, "Not Found"),
+    ("chat/completions", {"echo": True}, "echo is of completions alone"),
     ("chat/completions", {"logprobs": 3}, "logprobs must be"), ("chat/completions", {"top_logprobs": 2}, "needs log"),
     ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be a whole number from 0 to 20"),
     ("chat/completions", {"messages": []}, "messages must be a list"), ("chat/completions", b"{", "not JSON"),
