@@ -125,25 +125,20 @@ def test_every_line_is_continued_as_the_engine_alone_continues_it(job: Job) -> N
 def test_lines_that_make_no_sense_are_rejected_by_number(job: Job) -> None:
     fine: Record = {"tokens": [1, 2, 3]}
     wrong: list[tuple[Record | str, str]] = [
-        ("{bad", "not JSON: "),
-        ("[1]", "must be a JSON object"),
-        ("[" * 100_000, "JSON that is nested too deep"),
+        ("{bad", "not JSON: "), ("[1]", "must be a JSON object"), ("[" * 100_000, "JSON that is nested too deep"),
         ('{"prompt": [1], "prompt": [2]}', "the key 'prompt' comes twice"),
         ('{"prompt": [1], "ignore_eos": 1}', "ignore_eos must be true or false"),
         ('{"prompt": [1], "top_p": NaN}', "not JSON: NaN"),
         ({"prompt": [1], "temperatur": 1}, "unknown key 'temperatur'"),
-        ({"prompt": [1], "tokens": [1]}, "exactly one of"),
-        ({"id": 7}, "exactly one of"),
+        ({"prompt": [1], "tokens": [1]}, "exactly one of"), ({"id": 7}, "exactly one of"),
         ({"prompt": [1, "a"]}, "tokens must be a list of whole numbers"),
-        ({"prompt": [99999]}, "the prompt holds token id 99999"),
-        ({"prompt": []}, "the prompt is empty"),
-        ({"prompt": "text"}, "no tokenizer"),
-        ({"prompt": [1], "top_p": 3}, "top_p must be"),
+        ({"prompt": [99999]}, "the prompt holds token id 99999"), ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": "text"}, "no tokenizer"), ({"prompt": [1], "top_p": 3}, "top_p must be"),
         ({"prompt": [1], "logit_bias": {"999": 1}}, "logit_bias holds token id 999"),
         ({"prompt": [1], "n": 1.5}, "n must be a whole number from 1 to 10,000, got 1.5"),
         ({"prompt": [1], "stop": "x"}, "no tokenizer to find them with"),
         ({"prompt": [1] * 198, "max_tokens": 3}, "too long: 198 tokens and max_tokens 3 are 201, over --max-seq-l"),
-    ]
+    ]  # fmt: skip
     job.give(fine, "", *(record for record, _ in wrong), fine)
     with job.source.open("ab") as file:
         file.write(b'{"prompt": "caf\xe9"}\n')
