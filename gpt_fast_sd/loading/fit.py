@@ -7,16 +7,8 @@ from pathlib import Path
 
 import torch
 
-from gpt_fast_sd.model import (
-    CacheFormat,
-    ModelConfig,
-    Tokenizer,
-    Transformer,
-    difference,
-    load_tokenizer,
-    read_config,
-)
-from gpt_fast_sd.tp import Group, Parallel
+from gpt_fast_sd.model import ModelConfig, Tokenizer, Transformer, difference, load_tokenizer, read_config
+from gpt_fast_sd.tp import Group
 
 from ..config import EngineConfig
 from ..fast import kernels_are_built, packing_builds
@@ -120,24 +112,6 @@ def plan_for(system: System) -> MemoryPlan:
         if len(precisions) == 1 or have is None or (plan.draft_weights if system.held else plan.total) <= have:
             return plan
         precisions.pop()
-
-
-def plan_of(
-    model: Transformer, draft_model: Transformer | None, config: EngineConfig, draft: DraftConfig, parallel: Parallel,
-    held: CacheFormat | None = None,
-) -> MemoryPlan:  # fmt: skip
-    """See plan_for, of models that are there, checked; held: the format of a cache that is there, too: not checked."""
-    if draft_model:
-        require_plain(draft_model, config)
-    weight = model.embedding.weight
-    system = System(
-        config=config, draft=draft, model=model.config, draft_model=draft_model.config if draft_model else None,
-        dtype=weight.dtype, device=weight.device, held=held,
-    )  # fmt: skip
-    plan = plan_for(system.of_rank(parallel))
-    if held is None:
-        plan.check(free_memory(weight.device))
-    return plan
 
 
 def has_room(system: System, gamma: int) -> bool:

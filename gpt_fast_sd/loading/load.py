@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from gpt_fast_sd.model import (
+    CacheFormat,
     ModelConfig,
     Tokenizer,
     Transformer,
@@ -35,7 +36,15 @@ from ..policies.config import DraftConfig
 from ..policies.standalone import check_draft_model
 from ..quantization.quantize import keep_float8, quantize_as_read
 from ..quantization.table import require_precision, require_sizes
-from .fit import check_device, check_kv_dtype, check_planes, check_positions, check_same_vocabulary, plan_for, plan_of
+from .fit import (
+    check_device,
+    check_kv_dtype,
+    check_planes,
+    check_positions,
+    check_same_vocabulary,
+    plan_for,
+    require_plain,
+)
 from .machine import free_memory, natural_dtype, require_kernels
 from .memory import MemoryPlan, bytes_of_weights
 from .prepare import begin_building_for
@@ -147,6 +156,24 @@ def taken(model: Any, tokenizer: Any, config: EngineConfig, draft: DraftConfig, 
         config=config,
         draft=draft,
     )
+
+
+def plan_of(
+    model: Transformer, draft_model: Transformer | None, config: EngineConfig, draft: DraftConfig, parallel: Parallel,
+    held: CacheFormat | None = None,
+) -> MemoryPlan:  # fmt: skip
+    """See plan_for, of models that are there, checked; held: the format of a cache that is there, too: not checked."""
+    if draft_model:
+        require_plain(draft_model, config)
+    weight = model.embedding.weight
+    system = System(
+        config=config, draft=draft, model=model.config, draft_model=draft_model.config if draft_model else None,
+        dtype=weight.dtype, device=weight.device, held=held,
+    )  # fmt: skip
+    plan = plan_for(system.of_rank(parallel))
+    if held is None:
+        plan.check(free_memory(weight.device))
+    return plan
 
 
 def _draft_model_of(
