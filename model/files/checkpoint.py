@@ -70,10 +70,15 @@ def read_config(folder: Path) -> ModelConfig:
     raw = read_json(path)
     later = read_json(generation) if generation.is_file() else {}
     try:
-        config = ModelConfig.from_hugging_face(raw, str(path))
-        eos_ids = token_ids(later, "eos_token_id", str(generation))
+        return config_of(raw, later, path, generation)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
+
+
+def config_of(raw: Mapping[str, Any], later: Mapping[str, Any], path: object, generation: object) -> ModelConfig:
+    """See read_config, for what these two hold; {}: there is no second."""
+    config = ModelConfig.from_hugging_face(raw, str(path))
+    eos_ids = token_ids(later, "eos_token_id", str(generation))
     beside = "not applied: a request says how it samples, and SamplingParams.processor may do that"
     say(generation if later else path, not_neutral(later or raw, CHANGES_TEXTS), beside)
     say(generation, unknown_of_texts(later), "not known here, and ignored")
@@ -83,7 +88,7 @@ def read_config(folder: Path) -> ModelConfig:
     return replace(config, eos_ids=ends or instead, bos_id=next(iter(bos), None))
 
 
-def _in_vocabulary(ids: tuple[int, ...], config: ModelConfig, path: Path, field: str) -> tuple[int, ...]:
+def _in_vocabulary(ids: tuple[int, ...], config: ModelConfig, path: object, field: str) -> tuple[int, ...]:
     """Those ids that a text can hold; a warning names the others, which other programs keep and never meet."""
     unknown = [str(i) for i in ids if i >= config.vocab_size]
     if unknown:
@@ -179,7 +184,7 @@ def name_table(config: ModelConfig, kv_copies: int = 1) -> dict[str, Layout]:
 MATRICES = tuple(f"{name}.weight" for name in ("wqkv", "wo", "w_in", "w_out"))  # ends of our names
 
 
-def _units(tensor: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+def units_of(tensor: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     """Views of our tensor, one per stored tensor: [units, rows, ...] each."""
     rows = [rows for _, rows, _ in layout]
     parts: tuple[Tensor, ...] = tensor.unflatten(0, (-1, sum(rows))).split(rows, dim=1)
@@ -495,7 +500,7 @@ class Weights:
         assert first_row % unit == 0 and ours.shape[0] % unit == 0
         first, last = first_row // unit, (first_row + ours.shape[0]) // unit
         columns = slice(first_column, first_column + ours.shape[1]) if ours.dim() == 2 else slice(None)
-        for (name, rows, copies), place in zip(layout, _units(ours, layout), strict=True):
+        for (name, rows, copies), place in zip(layout, units_of(ours, layout), strict=True):
             for units in torch.arange(first, last).split(max(1, _NUMBERS_AT_ONCE // place[0].numel())):
                 since, until = int(units[0]), int(units[-1]) + 1
                 begin, end = since // copies, -(-until // copies)  # stored units, each for `copies` of ours
@@ -529,7 +534,7 @@ class Weights:
                 except (OSError, ValueError):
                     return None
                 for whole, piece in zip((numbers, scales), stored, strict=True):
-                    _units(whole, layout)[i].copy_(piece.unflatten(0, (-1, rows))[own])
+                    units_of(whole, layout)[i].copy_(piece.unflatten(0, (-1, rows))[own])
             return numbers, scales
 
         return read
@@ -550,7 +555,7 @@ def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {
         name: tuple(place.flatten(0, 1).shape)
         for ours, layout in name_table(config).items()
-        for (name, *_), place in zip(layout, _units(parameters[ours], layout), strict=True)
+        for (name, *_), place in zip(layout, units_of(parameters[ours], layout), strict=True)
     }
 
 
@@ -654,7 +659,7 @@ def require_finite(ours: Tensor, layout: Layout, weights: Weights, ending: str =
     # of finite numbers it may be infinite, and then all are looked at; a CPU widens all of what it sums
     if all(_wide(rows).sum(dtype=torch.float32).isfinite() for rows in ours.split(_ROWS_AT_ONCE)):
         return
-    for (name, *_), place in zip(layout, _units(_wide(ours), layout), strict=True):
+    for (name, *_), place in zip(layout, units_of(_wide(ours), layout), strict=True):
         wrong = place[~place.isfinite()]
         if len(wrong):
             stored, spelled = f"{name}{ending}", str(ours.dtype).removeprefix("torch.")
@@ -682,7 +687,7 @@ def save_hugging_face(
     tensors = {
         name: place.flatten(0, 1).to(device="cpu", dtype=dtype, copy=True).contiguous()
         for ours, layout in name_table(config).items()
-        for (name, *_), place in zip(layout, _units(parameters[ours], layout), strict=True)
+        for (name, *_), place in zip(layout, units_of(parameters[ours], layout), strict=True)
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -26,6 +26,7 @@ from gpt_fast_sd.fast.ops import int4 as ops_int4
 from gpt_fast_sd.fast.ops import int8 as ops_int8
 from gpt_fast_sd.loading import MemoryPlan, System, fit, plan_for, workspace
 from gpt_fast_sd.loading.load import load
+from gpt_fast_sd.loading.load import plan_of as plan_of_models
 from gpt_fast_sd.model import Transformer, load_model, save_hugging_face
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.policies.hierarchy import HierarchyDraft
@@ -233,7 +234,8 @@ def test_making_a_copy_takes_no_more_than_is_planned(name: str, monkeypatch: pyt
     for module in (precisions, workspace, ops_int8):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 256)
     one = tiny_engine(model=model_of(**WIDE, n_layers=1), batch_size=1, max_seq_len=300)
-    plan = one._plan_of(DraftConfig(policy="full", gamma=1, quantize=name), None)
+    draft = DraftConfig(policy="full", gamma=1, quantize=name)
+    plan = plan_of_models(one.model, None, one.config, draft, one.parallel)
     with LiveBytes() as live:
         copy = draft_copy(one.model, name)
     own = bytes_held(copy) - sum(p.nbytes for p in one.model.parameters() if any(p is q for q in copy.parameters()))
