@@ -22,6 +22,7 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 DYNAMIC_ROPE = LINEAR_ROPE | {"rope_type": "dynamic"}  # texts here have as many tokens as positions
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 YARN_OPTIONS = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
+MIXED, WINDOWED = ["full_attention", "sliding_attention"], {"use_sliding_window": True, "sliding_window": 20}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one query head per kv head": ("Llama", {"num_key_value_heads": 4}),
     "llama, G = 3": ("Llama", THREE_GROUPS),
@@ -34,6 +35,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with biases": ("Llama", THREE_GROUPS | {"attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral v0.1, window longer than the text": ("Mistral", {"sliding_window": 128}),
+    "mistral v0.1, window shorter than the text": ("Mistral", {"sliding_window": 8}),
+    "ministral, one layer windowed": ("Ministral", {"sliding_window": 9, "layer_types": MIXED, "head_dim": 16}),
+    "qwen2, last layer windowed": ("Qwen2", WINDOWED | {"max_window_layers": 1}),
+    "qwen3, first layer windowed": ("Qwen3", WINDOWED | {"layer_types": MIXED[::-1], "head_dim": 24}),
+    "qwen2, window behind the last layer": ("Qwen2", WINDOWED | {"max_window_layers": 5}),
     "qwen2, biases, tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3, normed queries and keys": ("Qwen3", {"head_dim": 24}),
     "yi": ("Llama", {"num_key_value_heads": 1, "rope_theta": 5e6}),

@@ -103,6 +103,10 @@ CASES = [
     *each("split", [40], n_tokens=2, n_keys=41, dtype=BF16, held=INT8),
     *each("whole", [50, 99], tail=[TAIL, 0], n_tokens=9, n_keys=100, held=PLANES,
           **{"dtype head_dim": [(BF16, 64), (FP32, 96)]}),
+    # layers of a window, shorter and longer than blocks and splits
+    *each("decode", ENDS, window=[1, 33, 100, 190], n_tokens=[1, 5], dtype=BF16),
+    *each("whole", [63, 191], window=[1, 20, 100], n_tokens=[33, 64]),
+    *each("split", [40, 161], window=[20, 70], n_tokens=11, held=[None, PLANES], dtype=BF16),
 ]  # fmt: skip
 
 

@@ -51,6 +51,7 @@ CASES = [
     *each([256, 128, 16], [300, 150, 20], page=[1, 16], dtype=DTYPES, n_tokens=2, **SEVERAL),
     # a list has no more chunks than the merge reads, however long it is
     *each([1216], [1259], n_listed=1024, width=64, n_kv=1, n_keys=1280, page=32),
+    *each([192, 64], [220, 90], window=[1, 20, 120], page=[1, 16], n_tokens=3, **SEVERAL),
     # either may stand alone, and a list may be of int32
     *each([192, 96], [191, 95], width=0),
     *each([192, 96], [215, 127], n_listed=[128, 0], list_dtype=torch.int32),
