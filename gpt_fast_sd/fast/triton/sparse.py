@@ -122,6 +122,8 @@ def chunk_kernel(
     b_limit = tl.load(p_pos + i_b * pos_b + (o_r // G).to(tl.int64) * pos_t, mask=m_r, other=-1)
     b_limit = tl.where(b_limit < n_keys, b_limit, -1).to(tl.int32)
     last = tl.max(b_limit, 0)
+    if WINDOW:
+        first = tl.min(first_seen(tl.where(b_limit >= 0, b_limit, last), WINDOW), 0)
     window_start = tl.load(p_window_start + i_b).to(tl.int32)
     p_q += i_b * q_b + i_k * G * q_n
     o_q = (o_r % G).to(tl.int64) * q_n + (o_r // G).to(tl.int64) * q_t
@@ -158,6 +160,8 @@ def chunk_kernel(
         b_entry = tl.where(m_listed, b_first + o_n % PAGE, window_start + (o_n - n_listed))
         # A page that reaches into the window is read up to the beginning of the window.
         m_n = tl.where(m_listed, (b_first >= 0) & (b_entry < window_start), o_n < n_entries) & (b_entry <= last)
+        if WINDOW:
+            m_n = m_n & (b_entry >= first)
         # [BLOCK_N, BLOCK_H]
         o_kv = b_entry.to(tl.int64)[:, None] * HELD + o_h[None, :]
         m_kv = m_n[:, None]

@@ -150,7 +150,8 @@ class Listed(Case):
         start = self.window_start[:, None]  # [B, 1]
         in_window = (place >= start) & (place < start + self.width)  # [B, S]
         may = (listed[..., :-1] & (place < start)[:, None]) | in_window[:, None]  # [B, K, S]
-        return may[:, :, None] & seen_by(self.pos, self.n_keys, self.window)
+        pos = torch.where(self.pos < self.n_keys, self.pos, n_positions)
+        return may[:, :, None] & seen_by(pos, n_positions, self.window)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """fp64 attention [B, N, T, H], and what the same weights make of |v|."""

@@ -219,6 +219,8 @@ MASS = [
     *(pytest.param("decode", (37, 128, 500), {"group": 8, "n_tokens": n, "page": page, "dtype": dtype},
                    marks=pytest.mark.slow) for n, page, dtype in ((8, 16, FP16), (9, 16, BF16), (17, 32, BF16))),
     *each("whole", (32, 150, 500), page=[1, 16, 128], dtype=DTYPES, n_tokens=32, group=3),
+    *each("decode", (37, 128, 500), n_tokens=3, dtype=BF16, **{"window page": [(20, 16), (100, 32)]}),
+    *each("whole", (32, 150, 500), n_tokens=32, **{"window page": [(20, 1), (100, 16)]}),
     # any head dim, and half a page, which has no entry
     *each("decode", (99, 60), n_keys=100, page=[32], dtype=[FP16]),
     *each("whole", (99, 60), n_keys=100, page=[1, 32], head_dim=[8, 96, 256, 64], n_tokens=9, dtype=FP16),
