@@ -117,7 +117,7 @@ def test_sampled_tokens_follow_the_target_exactly_and_a_bug_would_be_found(
 ) -> None:
     """Above 1 it cannot be chance, see chi_square. Where a view drafts, it sees 9 entries of the prompt's 40.
 
-    Two layers have a window, of which the draft's last entries but 4 lie outside.
+    Where there are two layers these have a window of 5 tokens: a draft, too, sees no more.
     """
     config = replace(TOY, n_layers=n_layers, sliding_window=5 if n_layers == 2 else None)
     model, wanted = tiny_model(config), {"batch_size": 512, "max_seq_len": 64}
