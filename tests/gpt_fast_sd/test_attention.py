@@ -79,9 +79,7 @@ def test_attention_is_that_of_fp64_and_both_planes_are_the_bytes_to_the_last_bit
 
 @over_kinds
 @pytest.mark.parametrize(("n_tokens", "window"), [(1, 0), (5, 0), (1, 1), (5, 20), (5, 300), (150, 20)])
-def test_masses_and_queries_of_some_slots_are_of_what_is_read(
-    n_tokens: int, window: int, form: str, dtype: torch.dtype
-) -> None:
+def test_masses_and_some_slots_are_of_what_is_read(n_tokens: int, window: int, form: str, dtype: torch.dtype) -> None:
     case, slots = Case(form, dtype, n_tokens=n_tokens, window=window), torch.tensor([2, 1])
     assert is_close(case.attend()[0], case.expected())
     out, mass = case.attend(32)
@@ -111,9 +109,7 @@ def test_nothing_past_a_rows_position_is_seen_whatever_it_is(page: int, form: st
 
 @over_kinds
 @pytest.mark.parametrize(("n_tokens", "window"), [(1, 0), (4, 0), (4, 450)])
-def test_listed_entries_and_a_window_are_what_is_read(
-    n_tokens: int, window: int, form: str, dtype: torch.dtype
-) -> None:
+def test_what_is_listed_and_a_window_are_read(n_tokens: int, window: int, form: str, dtype: torch.dtype) -> None:
     def attended(form: str) -> tuple[Tensor, Tensor]:
         case = Case(form, dtype, n_tokens=n_tokens, window=window)
         case.pos[3] += N_KEYS - case.pos[3, 0]  # an idle slot's, which reads nothing

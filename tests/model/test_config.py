@@ -23,7 +23,7 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
-MIXED = ["full_attention", "sliding_attention"]
+MIXED, SLIDING = ["full_attention", "sliding_attention"], QWEN3 | {"use_sliding_window": True}
 
 # Parameters that the hub counts in the files (tied heads once). Shapes, bases and epsilons were compared with litgpt's
 # table of models (github.com/Lightning-AI/litgpt, litgpt/config.py, commit 26857050), which names the config.json of
@@ -95,19 +95,9 @@ def test_a_field_that_is_left_out_means_what_transformers_takes(kind: str, left_
         (LLAMA | {"mlp_bias": True}, "mlp_bias is True"),
         (LLAMA | {"use_sliding_window": True}, "use_sliding_window is True, but it must be False"),
         (QWEN3 | {"use_sliding_window": 1}, "use_sliding_window is 1, but it must be true or false"),
-        (QWEN3 | {"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0"),
-        (
-            QWEN3 | {"use_sliding_window": True, "max_window_layers": -1},
-            "max_window_layers is -1, but it must be a who",
-        ),
-        *(
-            (QWEN3 | {"layer_types": MIXED, "use_sliding_window": True} | bad, "but it must be a list of")
-            for bad in ({"num_hidden_layers": 3}, {"layer_types": ["chunked_attention"] * 2}, {"layer_types": 2})
-        ),
-        *(
-            (raw | {"layer_types": MIXED}, "of 'full_attention' where no sliding_window is used in a")
-            for raw in (LLAMA, QWEN3, MISTRAL | {"sliding_window": None})
-        ),
+        (SLIDING | {"max_window_layers": -1}, "max_window_layers is -1, but it must be a whole number of at least 0"),
+        *((SLIDING | {"layer_types": bad}, "it must be a list of 2, one a") for bad in (MIXED * 2, ["chunked"] * 2, 2)),
+        *((raw | {"layer_types": MIXED}, "of 'full_attention' where no sliding_window") for raw in (LLAMA, QWEN3)),
         (MISTRAL | {"layer_types": MIXED}, "a list of 2, one a layer, of 'sliding_attention' in a MistralForCausalLM"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but it must be 1.0"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor is 0.5"),
