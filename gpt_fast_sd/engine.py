@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,8 +145,8 @@ class Engine:
     @classmethod
     @own_settings()
     def from_transformers(
-        cls, model: Any, tokenizer: Any = None, config: EngineConfig | None = None, draft: DraftConfig | None = None, *,
-        share: bool = True,
+        cls, model: torch.nn.Module, tokenizer: object = None, config: EngineConfig | None = None,
+        draft: DraftConfig | None = None, *, share: bool = True,
     ) -> Engine:  # fmt: skip
         """Run a Llama, Mistral, Qwen2 or Qwen3 that transformers has loaded; ValueError, before work, for any other.
 

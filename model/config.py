@@ -133,7 +133,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # tokens, up to and with its own, that a query sees
+    full_layers: tuple[int, ...] = ()  # where it sees all of them in spite of a window
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -155,6 +156,8 @@ class ModelConfig:
             raise ValueError(f"rope_theta must be above 1 if rope scaling is 'yarn', got {self.rope_theta}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1 or None, got {self.sliding_window}")
+        if self.full_layers and (self.sliding_window is None or min(self.full_layers) < 0):
+            raise ValueError(f"full_layers must be layers of a model with a sliding_window, got {self.full_layers}")
 
     @property
     def group_size(self) -> int:
@@ -162,9 +165,9 @@ class ModelConfig:
         return self.n_heads // self.n_kv_heads
 
     @property
-    def n_positions(self) -> int:
-        """Tokens of the longest text that the model can read."""
-        return min(self.max_seq_len, self.sliding_window or self.max_seq_len)
+    def windows(self) -> tuple[int, ...]:
+        """How many tokens, up to and with its own, a query sees in each layer; 0: all."""
+        return tuple(0 if i in self.full_layers else self.sliding_window or 0 for i in range(self.n_layers))
 
     @property
     def n_params(self) -> int:
@@ -205,19 +208,15 @@ class ModelConfig:
         mlp_biased, biased = (bool(raw.get(name)) and fields.flag(name) for name in ("mlp_bias", "attention_bias"))
         if family != "LlamaForCausalLM":
             fields.only("mlp_bias", False)
-        if family == "MistralForCausalLM":
+        if family in ("MistralForCausalLM", "MinistralForCausalLM"):
             fields.only("attention_bias", False)
         biased = biased and family != "Qwen2ForCausalLM"  # which has its own whatever this field says
-        if not fields.windowless():
-            fields.only("use_sliding_window", False)
         fields.only("partial_rotary_factor", 1.0)
         fields.only("quantization", None)  # what MLX writes
         for name in not_neutral(raw, COMPUTES):
             fields.refuse(name, " or ".join(map(repr, ("absent", *COMPUTES[name]))).replace("'absent'", "absent"))
         is_stored_in_float8(raw)  # refuses all else
-        kinds = raw.get("layer_types") or []
-        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            fields.refuse("layer_types", "only 'full_attention'")
+        window, full_layers = fields.windows(family)
 
         dim, n_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
         if raw.get("head_dim") is not None or family == "Qwen3ForCausalLM":
@@ -246,14 +245,17 @@ class ModelConfig:
             o_bias=biased,
             mlp_bias=mlp_biased,
             qk_norm=family == "Qwen3ForCausalLM",
-            sliding_window=fields.window() if family == "MistralForCausalLM" else None,
+            sliding_window=window,
+            full_layers=full_layers,
             bos_id=next(iter(fields.ids("bos_token_id")), None),
             eos_ids=fields.ids("eos_token_id"),
         )
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The config.json fields of this shape: from_hugging_face gives the same shape back."""
-        family = _FAMILY_OF.get((self.qkv_bias, self.o_bias, self.qk_norm, self.sliding_window is not None))
+        family = _FAMILY_OF.get((self.qkv_bias, self.o_bias, self.qk_norm))
+        if family == "LlamaForCausalLM" and self.sliding_window is not None:
+            family = None if self.o_bias else "MinistralForCausalLM" if self.full_layers else "MistralForCausalLM"
         if family is None or (self.mlp_bias and family != "LlamaForCausalLM"):
             raise ValueError(
                 "no Hugging Face family has this shape: "
@@ -279,8 +281,12 @@ class ModelConfig:
             "bos_token_id": self.bos_id,
             "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids) or None,
         }
-        if family == "MistralForCausalLM":
+        if self.sliding_window is not None:
             raw["sliding_window"] = self.sliding_window
+            if family != "MistralForCausalLM":
+                raw["layer_types"] = ["sliding_attention" if one else "full_attention" for one in self.windows]
+            if family in _QWEN:
+                raw["use_sliding_window"] = True
         if family in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
             raw["attention_bias"] = self.o_bias
         if family == "LlamaForCausalLM":
@@ -310,30 +316,32 @@ class ModelConfig:
         return raw
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "ministral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+_QWEN = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 # family -> what transformers takes where its config.json leaves a field out. Its own sizes are not taken: no file means
 # them; and tokens that begin and end a text are the tokenizer's then.
 _LEFT_OUT: dict[str, dict[str, Any]] = {
-    family: {"rms_norm_eps": 1e-6, "max_position_embeddings": positions, **more}
+    family: {"rms_norm_eps": 1e-6, "max_position_embeddings": positions, "sliding_window": 4096, **more}
     for family, positions, more in (
         ("LlamaForCausalLM", 2048, {}),
-        ("MistralForCausalLM", 131072, {"num_key_value_heads": 8, "sliding_window": 4096}),
+        *((name, 131072, {"num_key_value_heads": 8}) for name in ("MistralForCausalLM", "MinistralForCausalLM")),
         ("Qwen2ForCausalLM", 32768, {"num_key_value_heads": 32, "max_window_layers": 28}),
         ("Qwen3ForCausalLM", 32768, {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28}),
     )
 }
-_FAMILY_OF = {  # (qkv_bias, o_bias, qk_norm, sliding window)
-    (False, False, False, False): "LlamaForCausalLM",
-    (True, True, False, False): "LlamaForCausalLM",
-    (False, False, False, True): "MistralForCausalLM",
-    (True, False, False, False): "Qwen2ForCausalLM",
-    (False, False, True, False): "Qwen3ForCausalLM",
-    (True, True, True, False): "Qwen3ForCausalLM",
+_FAMILY_OF = {  # (qkv_bias, o_bias, qk_norm)
+    (False, False, False): "LlamaForCausalLM",
+    (True, True, False): "LlamaForCausalLM",
+    (True, False, False): "Qwen2ForCausalLM",
+    (False, False, True): "Qwen3ForCausalLM",
+    (True, True, True): "Qwen3ForCausalLM",
 }
 
 
@@ -368,11 +376,11 @@ class Fields:
         if self.raw.get(name) not in (None, allowed):
             self.refuse(name, f"{allowed!r}" if allowed is not None else "absent: only float weights can be read")
 
-    def whole(self, name: str) -> int:
-        """A whole number from 1 to MOST."""
+    def whole(self, name: str, least: int = 1) -> int:
+        """A whole number from the least to MOST."""
         value = self.raw.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-            self.refuse(name, f"a whole number of at least 1 and at most {MOST:,}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+            self.refuse(name, f"a whole number of at least {least} and at most {MOST:,}")
         return value
 
     def number(self, name: str) -> float:
@@ -411,9 +419,26 @@ class Fields:
             self.refuse("architectures", f"one of {', '.join(_FAMILIES)}")
         return str(names[0])
 
-    def window(self) -> int | None:
-        """The sliding window, None if there is none."""
-        return None if self.raw["sliding_window"] is None else self.whole("sliding_window")
+    def windows(self, family: str) -> tuple[int | None, tuple[int, ...]]:
+        """The sliding window, None if there is none, and the layers that see all in spite of it.
+
+        As transformers reads them: of Llama no layer has one, of Mistral all do, whatever layer_types says; of others
+        those that it names, or all, of Qwen from max_window_layers on, and only if use_sliding_window is set.
+        """
+        n, kinds = self.whole("num_hidden_layers"), self.raw.get("layer_types")
+        if family == "LlamaForCausalLM":
+            self.only("use_sliding_window", False)
+        used = self.flag("use_sliding_window") if family in _QWEN else family != "LlamaForCausalLM"
+        window = self.whole("sliding_window") if used and self.raw["sliding_window"] is not None else None
+        if not kinds:
+            first = self.whole("max_window_layers", 0) if window is not None and family in _QWEN else 0
+            return (None, ()) if window is None or first >= n else (window, tuple(range(first)))
+        known = (FULL,) if window is None else (SLIDING,) if family == "MistralForCausalLM" else (FULL, SLIDING)
+        if not isinstance(kinds, list) or len(kinds) != n or any(kind not in known for kind in kinds):
+            names = " and ".join(map(repr, known)) + (" where no sliding_window is used" if window is None else "")
+            self.refuse("layer_types", f"a list of {n}, one a layer, of {names} in a {family}")
+        full = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
+        return (None, ()) if len(full) == n else (window, full)
 
     def chunk(self) -> int:
         """Positions up to which dual chunk attention (Qwen2.5-1M, arXiv 2501.15383) is plain attention."""
@@ -425,11 +450,6 @@ class Fields:
         inner = Fields(raw, "dual_chunk_attention_config: ")
         size, local = inner.whole("chunk_size"), inner.whole("local_size")
         return size - local if local < size else inner.refuse("local_size", f"below chunk_size, {size}")
-
-    def windowless(self) -> bool:
-        """Whether Qwen's sliding window begins after the last layer, so that use_sliding_window has no effect."""
-        first, n_layers = self.raw.get("max_window_layers"), self.raw.get("num_hidden_layers")
-        return isinstance(first, int) and isinstance(n_layers, int) and first >= n_layers
 
     def ids(self, name: str) -> tuple[int, ...]:
         """Token ids: none, one or a list of them."""

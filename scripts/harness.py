@@ -42,7 +42,7 @@ def configs(pretrained: str, args: Mapping[str, Any]) -> tuple[EngineConfig, Dra
     given.device = "auto" if given.device == "cuda:0" else given.device  # lm_eval's default, on a CPU too
     given.reference = "reference" if given.reference is True else given.reference
     given.batch_size = int(given.batch_size) if str(given.batch_size).isdecimal() else given.batch_size
-    room = read_config(locate(pretrained)).n_positions if given.max_seq_len is None else given.max_seq_len
+    room = read_config(locate(pretrained)).max_seq_len if given.max_seq_len is None else given.max_seq_len
     return config_of(EngineConfig, given, max_seq_len=room), draft_of(given)
 
 

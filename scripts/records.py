@@ -245,7 +245,7 @@ def check_prompts(
 
     limit, whose = max_seq_len, "as --max-seq-len says"
     if limit is None:
-        limit, whose = config.n_positions, "the positions that the model has"
+        limit, whose = config.max_seq_len, "the positions that the model has"
     for i, (ids, p) in enumerate(zip(prompts, params, strict=True)):
         if (total := len(ids) + p.max_tokens) > limit:
             raise ValueError(

@@ -33,11 +33,6 @@ def check_positions(config: EngineConfig, model: ModelConfig) -> None:
     asked = config.max_seq_len
     if asked > model.max_seq_len:
         raise ValueError(f"max_seq_len {asked:,} is over the model's {model.max_seq_len:,} positions")
-    if model.sliding_window is not None and asked > model.sliding_window:
-        raise ValueError(
-            f"max_seq_len {asked:,} is over the model's sliding window of {model.sliding_window:,}, "
-            "past which this engine does not go"
-        )
 
 
 def check_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> None:

@@ -387,9 +387,17 @@ class Header(Fields):
                 f"{self.path}: tokenizer.ggml.tokens has {len(tokens):,} entries, but token_embd.weight has "
                 f"{vocab_size:,} rows"
             )
-        window = fields.raw.get("attention.sliding_window") or None
         scaling = self._rope_scaling(head_dim)
         stated = fields.whole("context_length")
+        positions = scaling.reach(stated) if scaling else stated
+        if (
+            fields.raw.get("attention.sliding_window")
+            and (window := fields.whole("attention.sliding_window")) < positions
+        ):
+            # whoever trained it meant one, and llama.cpp, for which the file is, reads none in these architectures
+            said = f"texts end where it does, at {window:,}: past it llama.cpp and the model's authors differ"
+            say(self.path, ["attention.sliding_window"], said)
+            positions = window
         biased = self.architecture == "llama" and "blk.0.attn_output.bias" in self._tensors  # no field says it
         ends = [self.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         ends += [i for i, text in enumerate(tokens) if text in ENDS] if isinstance(tokens, list) else []
@@ -401,7 +409,7 @@ class Header(Fields):
             n_kv_heads=self._size("attention.head_count_kv") if "attention.head_count_kv" in fields.raw else n_heads,
             head_dim=head_dim,
             ffn_dim=self._size("feed_forward_length"),
-            max_seq_len=scaling.reach(stated) if scaling else stated,
+            max_seq_len=positions,
             norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
             rope_theta=fields.number("rope.freq_base") if "rope.freq_base" in fields.raw else 10000.0,
             rope_scaling=scaling,
@@ -410,7 +418,6 @@ class Header(Fields):
             o_bias=biased,
             mlp_bias=self.architecture == "llama" and "blk.0.ffn_down.bias" in self._tensors,
             qk_norm=self.architecture == "qwen3",
-            sliding_window=window and fields.whole("attention.sliding_window"),
             bos_id=self.token("tokenizer.ggml.bos_token_id"),
             eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
         )

@@ -12,7 +12,7 @@ from ..llama import Transformer
 from ..rope import rope_frequencies
 from .checkpoint import Layout, config_of, name_table, stored_shapes, units_of
 
-FAMILIES = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+FAMILIES = "LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 

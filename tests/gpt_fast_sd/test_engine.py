@@ -267,7 +267,6 @@ def test_logits_refuse_what_cannot_run() -> None:
 ENGINES_REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any] | None, str]] = [
     # settings of an engine and its draft; what its model and a draft model have of their own
     ({"max_seq_len": 4097}, {}, {}, None, "4,097 .* 4,096"),
-    ({"max_seq_len": 501}, {}, {"sliding_window": 500}, None, "501 .* sliding window of 500"),
     ({"max_seq_len": 2**30, "batch_size": 1000}, {}, {"max_seq_len": 2**30}, None,
      "batch_size 1000 x .* KV cache .* GiB"),
     *(({}, {"policy": "early_exit", "exit_layers": n}, {"n_layers": layers}, None,
@@ -275,7 +274,6 @@ ENGINES_REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict
     *(({"max_seq_len": 640}, {"policy": "standalone", "view": "full"}, {}, theirs, said) for theirs, said in (
         ({"vocab_size": 1283}, "the draft model has a vocabulary of 1,283, the target of 258"),
         ({"max_seq_len": 639}, "max_seq_len 640 is over the draft model's 639 positions"),
-        ({"sliding_window": 512}, "over the draft model's 512 positions, .* view 'full' reads from all"),
         (None, "needs a draft model"))),
     ({"max_seq_len": 640}, {"policy": "standalone", "budget": 200}, {}, {"max_seq_len": 400},
      "budget 200 and a chunk of 256 prompt tokens are over the draft model's 400 positions: .* at most 144"),
@@ -302,7 +300,7 @@ def test_a_configuration_that_does_not_fit_the_models_is_refused(
 
 
 def test_a_configuration_at_the_edge_of_the_model_runs() -> None:
-    one = engine(tiny_config(max_seq_len=300, sliding_window=300), max_seq_len=300, batch_size=1)
+    one = engine(tiny_config(max_seq_len=300, sliding_window=400), max_seq_len=300, batch_size=1)
     assert one.generate([random_ids(296)], SamplingParams(max_tokens=4))[0].tokens == slow_greedy(random_ids(296), 4)
     assert one.draft == DraftConfig(policy="off")  # where none is asked for
 

@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True}, "one kv head": {"n_kv_heads": 1}, "80 dims": {"head_dim": 80},
     "llama3": {"rope_scaling": LLAMA3}, "biases": {"qkv_bias": True, "o_bias": True},
     "qwen3 with biases": {"qk_norm": True, "qkv_bias": True, "o_bias": True},
+    "windows": {"sliding_window": 70, "full_layers": (1,)},
     "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=256)},
 }  # fmt: skip
 CACHES = "bf16", "int8", "planes"
@@ -129,7 +130,7 @@ STEPS: list[dict[str, Any]] = [
 
 
 @needs_kernel
-@pytest.mark.parametrize("name", few(MODELS, {"tied", "qwen2", "qwen3"}))
+@pytest.mark.parametrize("name", few(MODELS, {"tied", "qwen2", "qwen3", "windows"}))
 @pytest.mark.parametrize("cache", CACHES)
 def test_it_is_the_model(by_operators: None, name: str, cache: str) -> None:
     """Of the same operators called one by one it differs in what the sums of norms and the angles are rounded to."""

@@ -33,6 +33,7 @@ LONG_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"long_factor": [1.0] * 7}, "rope scaling must have 8 factors, one per pair, got"),
 ]
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
+MIXED, SLIDING = ["full_attention", "sliding_attention"], QWEN3 | {"use_sliding_window": True}
 
 # Parameters that the hub counts in the files (tied heads once). Shapes, bases and epsilons were compared with litgpt's
 # table of models (github.com/Lightning-AI/litgpt, litgpt/config.py, commit 26857050), which names the config.json of
@@ -102,9 +103,12 @@ def test_a_field_that_is_left_out_means_what_transformers_takes(kind: str, left_
         (LLAMA | {"attention_bias": 1}, "attention_bias is 1, but it must be true or false"),
         (MISTRAL | {"attention_bias": True}, "attention_bias is True, but it must be False"),
         (QWEN3 | {"mlp_bias": True}, "mlp_bias is True, but it must be False"),
-        (QWEN3 | {"use_sliding_window": True, "num_hidden_layers": 29}, "use_sliding_window is True"),
-        (QWEN3 | {"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window is True, but it must be Fa"),
-        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'slid"),
+        (LLAMA | {"use_sliding_window": True}, "use_sliding_window is True, but it must be False"),
+        (QWEN3 | {"use_sliding_window": 1}, "use_sliding_window is 1, but it must be true or false"),
+        (SLIDING | {"max_window_layers": -1}, "max_window_layers is -1, but it must be a whole number of at least 0"),
+        *((SLIDING | {"layer_types": bad}, "it must be a list of 2, one a") for bad in (MIXED * 2, ["chunked"] * 2, 2)),
+        *((raw | {"layer_types": MIXED}, "of 'full_attention' where no sliding_window") for raw in (LLAMA, QWEN3)),
+        (MISTRAL | {"layer_types": MIXED}, "a list of 2, one a layer, of 'sliding_attention' in a MistralForCausalLM"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but it must be 1.0"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor is 0.5"),
         (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: original_max_position_embedd"),

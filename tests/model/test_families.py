@@ -24,6 +24,7 @@ DYNAMIC_ROPE = LINEAR_ROPE | {"rope_type": "dynamic"}  # texts here have as many
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 LONGER = LONG | {"original_max_position_embeddings": 62}  # than texts here
 YARN_OPTIONS = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
+MIXED, WINDOWED = ["full_attention", "sliding_attention"], {"use_sliding_window": True, "sliding_window": 20}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one query head per kv head": ("Llama", {"num_key_value_heads": 4}),
     "llama, G = 3": ("Llama", THREE_GROUPS),
@@ -40,6 +41,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 with biases": ("Qwen3", {"attention_bias": True, "head_dim": 24}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral v0.1, window longer than the text": ("Mistral", {"sliding_window": 128}),
+    "mistral v0.1, window shorter than the text": ("Mistral", {"sliding_window": 8}),
+    "ministral, one layer windowed": ("Ministral", {"sliding_window": 9, "layer_types": MIXED, "head_dim": 16}),
+    "qwen2, last layer windowed": ("Qwen2", WINDOWED | {"max_window_layers": 1}),
+    "qwen3, first layer windowed": ("Qwen3", WINDOWED | {"layer_types": MIXED[::-1], "head_dim": 24}),
+    "qwen2, window behind the last layer": ("Qwen2", WINDOWED | {"max_window_layers": 5}),
     "qwen2, biases, tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3, normed queries and keys": ("Qwen3", {"head_dim": 24}),
     "yi": ("Llama", {"num_key_value_heads": 1, "rope_theta": 5e6}),
@@ -57,7 +63,7 @@ def assert_same_logits(theirs: Any, folder: Path) -> None:
     tokens = torch.randint(0, SIZES["vocab_size"], (2, 63))
     expected = theirs(tokens).logits
     ours = load_model(folder, dtype=torch.float32)
-    logits = ours(tokens, torch.arange(63).expand_as(tokens), CausalSelf())
+    logits = ours(tokens, torch.arange(63).expand_as(tokens), CausalSelf(ours.config.windows))
     # fp32 sums in another order: measured at most 1.3e-6 of the largest logit
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert ours.config.n_params == sum(p.numel() for p in ours.parameters()) == theirs.num_parameters()

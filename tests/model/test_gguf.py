@@ -1,5 +1,6 @@
 """A GGUF file is the model that transformers reads from it; a damaged or lying one is refused in one sentence."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -154,6 +155,14 @@ def yarn_fields(rope: dict[str, Any]) -> dict[str, Any]:
     return {".rope.scaling.type": "yarn"} | {YARN_FIELDS[name]: rope[name] for name in rope if name in YARN_FIELDS}
 
 
+@pytest.mark.parametrize(("window", "positions"), [(20, 20), (600, 512), (0, 512)])
+def test_texts_end_where_a_window_does_that_llama_cpp_does_not_read(window: int, positions: int, made: Make) -> None:
+    path = made(how={"fields": {".attention.sliding_window": window}})
+    with pytest.warns(match="at 20: past it") if window == 20 else contextlib.nullcontext():
+        config = read_config(path)
+    assert (config.max_seq_len, config.sliding_window) == (positions, None)
+
+
 @pytest.mark.parametrize("more", [{}, {"attention_factor": 1.25}, {"beta_fast": 16.0, "beta_slow": 2.0}])
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
 def test_yarn_is_that_of_the_folder_the_file_was_made_of(family: str, more: dict[str, Any], tmp_path: Path) -> None:
@@ -290,6 +299,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({".block_count": 1}, r"the header's model has no place for blk\.1\.\S+ and \d+ more tensors"),
     ({".feed_forward_length": 96}, r"has shape \[128, 96\], but the header asks for \[96, 96\]"),
     ({".context_length": "long"}, "context_length is 'long'"),
+    ({".attention.sliding_window": "x"}, "attention.sliding_window is 'x'"),
     ({".rope.dimension_count": 8}, "rope.dimension_count is 8, but it must be the size of a head"),
     ({".attention.value_length": 8}, "attention.value_length is 8"),
     ({".rope.scaling.factor": "4"}, "rope.scaling.factor is '4', but it must be a"),

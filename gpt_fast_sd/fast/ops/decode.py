@@ -59,23 +59,40 @@ def decode_attention_with_mass(
 
 @torch.library.custom_op("gpt_fast_sd::decode_attention", mutates_args=(), device_types="cuda")
 def _decode(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, n_keys: int, split: int
+    q: Tensor,
+    buffers: list[Tensor],
+    form: str,
+    tail: int,
+    fine: bool,
+    window: int,
+    pos: Tensor,
+    n_keys: int,
+    split: int,
 ) -> Tensor:
     from ..triton import common as triton_common
     from ..triton import decode as decode_triton
 
-    layer, arch = layer_of(buffers, form, tail, fine), triton_common.architecture()
+    layer, arch = layer_of(buffers, form, tail, fine, window), triton_common.architecture()
     return decode_triton.attend(q, layer, pos, n_keys, split, arch=arch)
 
 
 @torch.library.custom_op("gpt_fast_sd::decode_attention_with_mass", mutates_args=(), device_types="cuda")
 def _decode_with_mass(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, n_keys: int, split: int, page: int
+    q: Tensor,
+    buffers: list[Tensor],
+    form: str,
+    tail: int,
+    fine: bool,
+    window: int,
+    pos: Tensor,
+    n_keys: int,
+    split: int,
+    page: int,
 ) -> tuple[Tensor, Tensor]:
     from ..triton import common as triton_common
     from ..triton import decode as decode_triton
 
-    layer, arch = layer_of(buffers, form, tail, fine), triton_common.architecture()
+    layer, arch = layer_of(buffers, form, tail, fine, window), triton_common.architecture()
     return decode_triton.attend_with_mass(q, layer, pos, n_keys, split, page, arch=arch)
 
 
@@ -86,7 +103,16 @@ def _decode_fake(q: Tensor, *_: object) -> Tensor:
 
 @_decode_with_mass.register_fake
 def _decode_with_mass_fake(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, n_keys: int, split: int, page: int
+    q: Tensor,
+    buffers: list[Tensor],
+    form: str,
+    tail: int,
+    fine: bool,
+    window: int,
+    pos: Tensor,
+    n_keys: int,
+    split: int,
+    page: int,
 ) -> tuple[Tensor, Tensor]:
     return by_token(q), q.new_empty(*buffers[0].shape[:2], n_keys // page, dtype=torch.float32)
 

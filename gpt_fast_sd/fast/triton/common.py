@@ -159,6 +159,12 @@ def row_limits(p_pos, o_t, m_r, n_keys, stride_t):
 
 
 @triton.jit
+def first_seen(limit, WINDOW: tl.constexpr):
+    """The first key that rows which see up to `limit` see of a window."""
+    return tl.maximum(limit - (WINDOW - 1), 0)
+
+
+@triton.jit
 def widen(b_x, dtype: tl.constexpr, ROWS: tl.constexpr = 0):
     """Entries of the cache in the dtype of the queries, which holds them exactly. ROWS: of the product's tile."""
     # As impure the assembler stays where entries arrive, before they are laid out for products. Else keys are read from

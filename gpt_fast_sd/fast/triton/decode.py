@@ -38,6 +38,7 @@ from .common import (
     block_of,
     entry_size,
     family,
+    first_seen,
     format_of,
     load_planes,
     load_scales,
@@ -126,10 +127,11 @@ def split_kernel(
     q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr, TAIL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows over one split: fp32 part [splits, B * K, R, H], normalised, and its base-2 lse.
 
-    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see CacheLayer.
+    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL, WINDOW: see CacheLayer.
 
     p_sum [B * K, S // UNIT, R], p_max [B * K, S // BLOCK_N, R]: the exps of each UNIT keys, and the maxima they are
     relative to; None if they are not needed.
@@ -146,6 +148,12 @@ def split_kernel(
     last = tl.max(b_limit, 0)
     if start > last:
         return
+    first = 0
+    if WINDOW:  # rows that read nothing do not keep the others from beginning where they do
+        first = tl.min(first_seen(tl.where(b_limit >= 0, b_limit, last), WINDOW), 0) - start
+        if first >= split:
+            return
+        first = tl.maximum(first, 0) // BLOCK_N * BLOCK_N
 
     o_h = tl.arange(0, BLOCK_H)
     o_n = tl.arange(0, BLOCK_N)
@@ -177,11 +185,11 @@ def split_kernel(
     b_total = tl.zeros([BLOCK_R], tl.float32)
     b_out = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     # Of keys up to the block in which those begin that a draft reads whole, it reads the upper plane alone: PART 0.
-    n_upper, n_all = 0, tl.minimum(split, last + 1 - start)
+    n_upper, n_all = first, tl.minimum(split, last + 1 - start)
     if TAIL:
-        n_upper = tl.minimum(tl.maximum(whole_from - start, 0) // BLOCK_N * BLOCK_N, n_all)
+        n_upper = tl.minimum(tl.maximum((whole_from - start) // BLOCK_N * BLOCK_N, first), n_all)
     for PART in tl.static_range(0 if TAIL else 1, 2):
-        for j in range(0 if PART == 0 else n_upper, n_upper if PART == 0 else n_all, BLOCK_N):
+        for j in range(first if PART == 0 else n_upper, n_upper if PART == 0 else n_all, BLOCK_N):
             # [BLOCK_N]
             o_j = start + j + o_n
             # Memory past the last key may hold NaN, and 0 * NaN is not 0.
@@ -215,7 +223,10 @@ def split_kernel(
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
             if FORMAT % 2 == 1:
                 b_s *= b_k_scale[None, :]
-            b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s * SCALE, float("-inf"))
+            m_s = o_j[None, :] <= b_limit[:, None]
+            if WINDOW:
+                m_s = m_s & (o_j[None, :] >= first_seen(b_limit, WINDOW)[:, None])
+            b_s = tl.where(m_s, b_s * SCALE, float("-inf"))
             b_new = tl.maximum(b_max, tl.max(b_s, 1))
             b_w = tl.exp2(b_s - b_new[:, None])
             # [BLOCK_R]
@@ -280,6 +291,7 @@ def split_kernel(
 def merge_kernel(
     p_part, p_lse, p_pos, p_out, p_row_lse, n_tokens, n_keys, split, pos_b, pos_t,
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one row, in their order: out [B, T, N, H], row_lse [B * K, R] or None."""
     i_r, i_bk = tl.program_id(0), tl.program_id(1)
@@ -293,7 +305,10 @@ def merge_kernel(
     total = 0.0
     # [BLOCK_H]
     b_out = tl.zeros([BLOCK_H], tl.float32)
-    for first in range(0, n_splits, BLOCK_S):
+    first_split = 0
+    if WINDOW:
+        first_split = first_seen(limit, WINDOW) // split
+    for first in range(first_split, n_splits, BLOCK_S):
         # [BLOCK_S]
         o_s = first + tl.arange(0, BLOCK_S)
         m_s = o_s < n_splits
@@ -322,7 +337,7 @@ def merge_kernel(
 def mass_kernel(
     p_sum, p_max, p_row_lse, p_pos, p_mass, n_tokens, n_keys, n_units, pos_b, pos_t,
     K: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Sum the mass of each page over all rows: mass fp32 [B, K, n_keys // PAGE], 0 past the last key."""
     i_block, i_bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -340,6 +355,8 @@ def mass_kernel(
         b_lse = tl.load(p_row_lse + i_bk * n_rows + o_r, mask=b_limit >= 0, other=0.0)
         # [UNITS, BLOCK_R]
         m_read = (o_u * UNIT)[:, None] <= b_limit[None, :]
+        if WINDOW:
+            m_read = m_read & ((o_u * UNIT + UNIT)[:, None] > first_seen(b_limit, WINDOW)[None, :])
         o_sum = (i_bk * n_units + o_u)[:, None] * n_rows + o_r[None, :]
         o_max = (i_bk * n_blocks + o_u * UNIT // BLOCK_N)[:, None] * n_rows + o_r[None, :]
         b_sum = tl.load(p_sum + o_sum, mask=m_read, other=0.0)
@@ -400,18 +417,19 @@ def _attend(
         q, *layer.operands, pos, part, lse, sums, maxima, n_tokens, n_keys, split,
         *strides(q, 3), *strides(layer.k, 2), *strides(layer.v, 2), *strides(layer.k_scale, 2), *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_of(head_dim, form),
-        BLOCK_N=block_n, UNIT=unit, FORMAT=form, TAIL=layer.tail, num_warps=num_warps, num_stages=num_stages,
+        BLOCK_N=block_n, UNIT=unit, FORMAT=form, TAIL=layer.tail, WINDOW=layer.window,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
     merge_kernel[n_rows, n_bk](
         part, lse, pos, out, row_lse, n_tokens, n_keys, split, *pos.stride(),
-        K=n_kv, G=group, H=head_dim, BLOCK_H=block_h, BLOCK_S=MERGED, num_warps=MERGE_WARPS,
+        K=n_kv, G=group, H=head_dim, BLOCK_H=block_h, BLOCK_S=MERGED, WINDOW=layer.window, num_warps=MERGE_WARPS,
     )  # fmt: skip
     if page is not None:
         block_p = max(1, MASS_UNITS * unit // page)
         mass_kernel[triton.cdiv(n_keys // page, block_p), n_bk](
             sums, maxima, row_lse, pos, mass, n_tokens, n_keys, n_splits * split // unit, *pos.stride(),
             K=n_kv, G=group, PAGE=page, UNIT=unit, BLOCK_N=block_n, BLOCK_P=block_p, BLOCK_R=MASS_ROWS,
-            num_warps=4,
+            WINDOW=layer.window, num_warps=4,
         )  # fmt: skip
     return out.transpose(1, 2), mass

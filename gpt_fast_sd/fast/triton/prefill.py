@@ -23,6 +23,7 @@ from .common import (
     block_of,
     entry_size,
     family,
+    first_seen,
     format_of,
     load_planes,
     load_scales,
@@ -77,7 +78,7 @@ def read_block(
     b_q, b_q2, b_q_missing, b_out, b_out2, b_unread, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low, p_v_low,
     b_limit, j, last, whole_from,
     SCALE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
-    TAIL: tl.constexpr, MASKED: tl.constexpr,
+    TAIL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax: BLOCK_N keys from j on; unless MASKED all of them are before all rows.
 
@@ -112,7 +113,10 @@ def read_block(
     if FORMAT % 2 == 1:
         b_s *= b_k_scale[None, :]
     if MASKED:
-        b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s, float("-inf"))
+        m_s = o_j[None, :] <= b_limit[:, None]
+        if WINDOW:
+            m_s = m_s & (o_j[None, :] >= first_seen(b_limit, WINDOW)[:, None])
+        b_s = tl.where(m_s, b_s, float("-inf"))
     # The scale is positive: only a row's largest score needs it separately, the others get it with the subtraction.
     b_new = tl.maximum(b_max, tl.max(b_s, 1) * SCALE)
     b_w = tl.exp2(b_s * SCALE - b_new[:, None])
@@ -145,11 +149,11 @@ def prefill_kernel(
     p_q, p_k, p_v, p_k_scale, p_v_scale, p_k_low, p_v_low, p_pos, p_out, p_lse, n_tokens, n_keys,
     q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of rows to all they may see: out [B, T, N, H]; lse fp32 [B, N, T], natural, or None.
 
-    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see CacheLayer.
+    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL, WINDOW: see CacheLayer.
     """
     HELD: tl.constexpr = H // 2 if FORMAT == 3 else H
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first, so that short ones fill the end
@@ -178,6 +182,10 @@ def prefill_kernel(
     # Rows that read nothing do not prevent the others from reading blocks unmasked.
     n_all = tl.min(tl.where(b_limit >= 0, b_limit, last), 0) + 1
     n_all = n_all // BLOCK_N * BLOCK_N
+    first = 0
+    if WINDOW:  # a tile begins where its first row does, and all of it is masked
+        first = tl.min(first_seen(tl.where(b_limit >= 0, b_limit, last), WINDOW), 0) // BLOCK_N * BLOCK_N
+        n_all = first
     # Finite, so that a row that has seen no key yet does not subtract infinities.
     b_max = tl.full([BLOCK_R], -1e30, tl.float32)
     b_total = tl.zeros([BLOCK_R], tl.float32)
@@ -193,15 +201,15 @@ def prefill_kernel(
         # [BLOCK_R]
         b_q_missing = MISSING * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
         b_unread = tl.zeros([BLOCK_R], tl.float32)
-    for j in range(0, n_all, BLOCK_N):
+    for j in range(first, n_all, BLOCK_N):
         b_out, b_out2, b_unread, b_max, b_total = read_block(
             b_q, b_q2, b_q_missing, b_out, b_out2, b_unread, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low,
-            p_v_low, b_limit, j, last, whole_from, SCALE, HELD, BLOCK_H, BLOCK_N, FORMAT, TAIL, False,
+            p_v_low, b_limit, j, last, whole_from, SCALE, HELD, BLOCK_H, BLOCK_N, FORMAT, TAIL, WINDOW, False,
         )  # fmt: skip
     for j in range(n_all, last + 1, BLOCK_N):
         b_out, b_out2, b_unread, b_max, b_total = read_block(
             b_q, b_q2, b_q_missing, b_out, b_out2, b_unread, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low,
-            p_v_low, b_limit, j, last, whole_from, SCALE, HELD, BLOCK_H, BLOCK_N, FORMAT, TAIL, True,
+            p_v_low, b_limit, j, last, whole_from, SCALE, HELD, BLOCK_H, BLOCK_N, FORMAT, TAIL, WINDOW, True,
         )  # fmt: skip
 
     b_total = tl.where(b_limit >= 0, b_total, 1.0)
@@ -223,7 +231,7 @@ def mass_kernel(
     p_q, p_k, p_k_scale, p_k_low, p_lse, p_pos, p_mass, n_tokens, n_keys,
     q_b, q_n, q_t, k_b, k_k, scale_b, scale_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, UNIT: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The mass of BLOCK_N keys from all rows: mass fp32 [B, K, n_keys // UNIT], 0 past the last key."""
     HELD: tl.constexpr = H // 2 if FORMAT == 3 else H
@@ -276,7 +284,10 @@ def mass_kernel(
                     b_q_missing = MISSING * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
                     b_s += tl.where(m_whole, 0.0, 1.0)[:, None] * b_q_missing[None, :]
             b_s *= b_scale[:, None]
-            b_w = tl.where(o_j[:, None] <= b_limit[None, :], tl.exp2(b_s - b_lse[None, :]), 0.0)
+            m_s = o_j[:, None] <= b_limit[None, :]
+            if WINDOW:
+                m_s = m_s & (o_j[:, None] >= first_seen(b_limit, WINDOW)[None, :])
+            b_w = tl.where(m_s, tl.exp2(b_s - b_lse[None, :]), 0.0)
             b_mass += tl.sum(b_w, 1)
     # [BLOCK_N // UNIT]
     b_unit = tl.sum(tl.reshape(b_mass, [BLOCK_N // UNIT, UNIT]), 1)
@@ -320,7 +331,7 @@ def _attend(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, lse: Tensor 
         q, *layer.operands, pos, out, lse, n_tokens, n_keys,
         *strides(q, 3), *strides(layer.k, 2), *strides(layer.v, 2), *strides(layer.k_scale, 2), *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r,
-        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, FORMAT=form, TAIL=layer.tail,
+        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, FORMAT=form, TAIL=layer.tail, WINDOW=layer.window,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out.transpose(1, 2)
@@ -343,7 +354,7 @@ def key_mass(
         q, layer.k, layer.k_scale, layer.k_low, lse, pos, mass, n_tokens, n_keys,
         *strides(q, 3), *strides(layer.k, 2), *strides(layer.k_scale, 2), *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=n_heads // n_kv, H=head_dim, UNIT=unit, BLOCK_R=block_r,
-        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, FORMAT=form, TAIL=layer.tail,
+        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, FORMAT=form, TAIL=layer.tail, WINDOW=layer.window,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return mass if unit == page else page_sums(mass, page // unit)

@@ -21,7 +21,19 @@ from torch import Tensor
 
 from gpt_fast_sd.model import CacheLayer
 
-from .common import LOG2_E, MISSING, block_of, entry_size, family, format_of, load_planes, load_scales, strides, widen
+from .common import (
+    LOG2_E,
+    MISSING,
+    block_of,
+    entry_size,
+    family,
+    first_seen,
+    format_of,
+    load_planes,
+    load_scales,
+    strides,
+    widen,
+)
 from ..ops.sizes import ONE_CHUNK
 
 MOST_CHUNKS = 16  # chunks that the merge reads at once
@@ -92,11 +104,11 @@ def chunk_kernel(
     q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, list_b, list_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    FORMAT: tl.constexpr, TAIL: tl.constexpr,
+    FORMAT: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows over one chunk: fp32 out [chunks, B * K, R, H], with its base-2 maxima and totals.
 
-    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see CacheLayer.
+    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL, WINDOW: see CacheLayer.
 
     WHOLE: there is only one chunk, and out is the result [B, T, N, H].
     """
@@ -111,6 +123,8 @@ def chunk_kernel(
     b_limit = tl.load(p_pos + i_b * pos_b + (o_r // G).to(tl.int64) * pos_t, mask=m_r, other=-1)
     b_limit = tl.where(b_limit < n_keys, b_limit, -1).to(tl.int32)
     last = tl.max(b_limit, 0)
+    if WINDOW:
+        first = tl.min(first_seen(tl.where(b_limit >= 0, b_limit, last), WINDOW), 0)
     window_start = tl.load(p_window_start + i_b).to(tl.int32)
     p_q += i_b * q_b + i_k * G * q_n
     o_q = (o_r % G).to(tl.int64) * q_n + (o_r // G).to(tl.int64) * q_t
@@ -147,6 +161,8 @@ def chunk_kernel(
         b_entry = tl.where(m_listed, b_first + o_n % PAGE, window_start + (o_n - n_listed))
         # A page that reaches into the window is read up to the beginning of the window.
         m_n = tl.where(m_listed, (b_first >= 0) & (b_entry < window_start), o_n < n_entries) & (b_entry <= last)
+        if WINDOW:
+            m_n = m_n & (b_entry >= first)
         # [BLOCK_N, BLOCK_H]
         o_kv = b_entry.to(tl.int64)[:, None] * HELD + o_h[None, :]
         m_kv = m_n[:, None]
@@ -171,6 +187,8 @@ def chunk_kernel(
         if FORMAT % 2 == 1:
             b_s *= b_k_scale[None, :]
         m_s = m_n[None, :] & (b_entry[None, :] <= b_limit[:, None])
+        if WINDOW:
+            m_s = m_s & (b_entry[None, :] >= first_seen(b_limit, WINDOW)[:, None])
         b_s = tl.where(m_s, b_s * SCALE, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         b_w = tl.exp2(b_s - b_new[:, None])
@@ -271,7 +289,7 @@ def attend(
         *kv_indices.stride()[:2], *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, PAGE=page, BLOCK_R=block_r,
         BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, WHOLE=whole, STAGES=num_stages, FORMAT=form, TAIL=layer.tail,
-        num_warps=num_warps,
+        WINDOW=layer.window, num_warps=num_warps,
     )  # fmt: skip
     if not whole:
         merge_kernel[n_rows, n_bk](

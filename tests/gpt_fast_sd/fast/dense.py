@@ -43,10 +43,10 @@ class Case:
     def __init__(
         self, ends: Sequence[int], *, n_tokens: int = 1, group: int = 2, n_kv: int = 1, head_dim: int = 64,
         n_keys: int = 192, spare: int = SPARE, dtype: torch.dtype = FP32, held: torch.dtype | None = None,
-        tail: int = 0, seed: int = 0,
+        tail: int = 0, window: int = 0, seed: int = 0,
     ) -> None:  # fmt: skip
         generator, n_rows = torch.Generator().manual_seed(seed), len(ends)
-        self.n_keys, self.tail = n_keys, tail
+        self.n_keys, self.tail, self.window = n_keys, tail, window
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
@@ -69,7 +69,8 @@ class Case:
     def layer(self, rows: slice = slice(None)) -> CacheLayer:
         """That of some rows."""
         buffers = self.k, self.v, self.k_scale, self.v_scale, *self.low
-        return layer_of(*(None if x is None else x[rows] for x in buffers), tail=self.tail)  # type: ignore[arg-type]
+        how = {"tail": self.tail, "window": self.window}
+        return layer_of(*(None if x is None else x[rows] for x in buffers), **how)  # type: ignore[arg-type]
 
     @property
     def spoilt(self) -> tuple[Tensor, ...]:
@@ -92,7 +93,7 @@ class Case:
     def truth(self) -> tuple[Tensor, Tensor, Tensor]:
         """fp64 attention to values and to |values| [B, N, T, 2H], weights [B, K, G, T, S] and lse [B, N, T]."""
         k, v = (x[:, :, : self.n_keys] for x in self.meant)
-        return attention(self.q.double(), k, torch.cat([v, v.abs()], -1), seen_by(self.pos, self.n_keys))
+        return attention(self.q.double(), k, torch.cat([v, v.abs()], -1), seen_by(self.pos, self.n_keys, self.window))
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """fp64 attention [B, N, T, H], and what the same weights make of |v|."""
@@ -147,7 +148,8 @@ class Listed(Case):
         start = self.window_start[:, None]  # [B, 1]
         in_window = (place >= start) & (place < start + self.width)  # [B, S]
         may = (listed[..., :-1] & (place < start)[:, None]) | in_window[:, None]  # [B, K, S]
-        return may[:, :, None] & ((place <= self.pos[..., None]) & (self.pos < self.n_keys)[..., None])[:, None]
+        pos = torch.where(self.pos < self.n_keys, self.pos, n_positions)
+        return may[:, :, None] & seen_by(pos, n_positions, self.window)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """fp64 attention [B, N, T, H], and what the same weights make of |v|."""

@@ -40,9 +40,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Te
     return out.transpose(1, 2), weights, lse.flatten(1, 2)
 
 
-def seen_by(pos: Tensor, n_keys: int) -> Tensor:
+def seen_by(pos: Tensor, n_keys: int, window: int = 0) -> Tensor:
     """Which of n_keys entries queries at pos [B, T] read; those past all of them none: bool [B, 1, T, n_keys]."""
-    return ((torch.arange(n_keys) <= pos[..., None]) & (pos < n_keys)[..., None])[:, None]
+    behind = pos[..., None] - torch.arange(n_keys)
+    return ((behind >= 0) & (behind < (window or n_keys)) & (pos < n_keys)[..., None])[:, None]
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -50,12 +51,12 @@ def seen_by(pos: Tensor, n_keys: int) -> Tensor:
 
 def layer_of(
     k: Tensor, v: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_low: Tensor | None = None,
-    v_low: Tensor | None = None, tail: int = 0, fine: bool = False,
+    v_low: Tensor | None = None, tail: int = 0, fine: bool = False, window: int = 0,
 ) -> CacheLayer:  # fmt: skip
     """A layer of these buffers, in the format that they show."""
     bare = {form.dtype: form for form in FORMATS.values() if not form.scaled}
     form = bare[k.dtype] if k_scale is None else FORMATS["int8" if k_low is None else "planes"]
-    return CacheLayer(form, k, v, k_scale, v_scale, k_low, v_low, tail=tail, fine=fine)
+    return CacheLayer(form, k, v, k_scale, v_scale, k_low, v_low, tail=tail, fine=fine, window=window)
 
 
 def decode_attention(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, split: int) -> Tensor:
@@ -81,7 +82,7 @@ def prefill_attention_with_lse(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys
 def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor, Tensor]:
     """The output in q's dtype, fp32 weights [B, K, G, T, n_keys], fp32 lse [B, N, T]."""
     k, v = (x[:, :, :n_keys] for x in meant_by(layer, pos))
-    out, weights, lse = attention(q.float(), k, v, seen_by(pos, n_keys))
+    out, weights, lse = attention(q.float(), k, v, seen_by(pos, n_keys, layer.window))
     return out.to(q.dtype), weights, lse
 
 
@@ -133,7 +134,8 @@ def sparse_attention(
     listed = torch.where(listed < window_start[:, None, None], listed, -1)
     index = torch.cat([listed, window[:, None].expand(-1, k.shape[1], -1)], -1)  # [B, K, M]
     limit = torch.where(pos < n_keys, pos, -1)  # [B, T]
-    seen = (index[:, :, None] >= 0) & (index[:, :, None] <= limit[:, None, :, None])  # [B, K, T, M]
+    behind = limit[:, None, :, None] - index[:, :, None]
+    seen = (index[:, :, None] >= 0) & (behind >= 0) & (behind < (layer.window or n_keys))  # [B, K, T, M]
     where = index.clamp(0, k.shape[2] - 1)[..., None].expand(-1, -1, -1, k.shape[3])  # [B, K, M, H]
     out, _, _ = attention(q.float(), *(x.gather(2, where) for x in (k, v)), seen)
     return out.to(q.dtype)
@@ -179,13 +181,13 @@ OPERATORS: dict[Callable[..., Any], Any] = {
 
 def of_flat(reference: Callable[..., Any]) -> Callable[..., Any]:
     """The body of an operator, which is given queries and a flat layer."""
-    return lambda q, buffers, form, tail, fine, *others: reference(q, unflat(buffers, form, tail, fine), *others)
+    return lambda q, buffers, *others: reference(q, unflat(buffers, *others[:4]), *others[4:])
 
 
 for reference, operator in OPERATORS.items():
     operator.register_kernel("cpu")(of_flat(reference))
 select._page_bounds.register_kernel("cpu")(
-    lambda buffers, form, tail, fine, *others: selection.page_bounds(unflat(buffers, form, tail, fine), *others)
+    lambda buffers, *others: selection.page_bounds(unflat(buffers, *others[:4]), *others[4:])
 )
 select.top_pages.register_kernel("cpu")(top_pages)
 select.guided_select.register_kernel("cpu")(selection.guided_select)

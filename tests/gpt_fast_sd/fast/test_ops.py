@@ -138,7 +138,7 @@ OPS_OF_KEYS = ["decode_attention", "decode_attention_with_mass", "prefill_attent
                "cpu_attention_with_mass"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "at"), [*((name, 6) for name in OPS_OF_KEYS), ("key_mass", 7), ("cpu_attention", 7)])
+@pytest.mark.parametrize(("name", "at"), [*((name, 7) for name in OPS_OF_KEYS), ("key_mass", 8), ("cpu_attention", 8)])
 def test_a_compiled_step_calls_them_with_any_number_of_keys_in_view(name: str, at: int) -> None:
     """at: where it stands among the arguments."""
     skip_without_kernels(name)

@@ -35,6 +35,7 @@ class Recording(CausalSelf):
     """Keeps the queries and keys of every layer."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.q: list[Tensor] = []  # L of [N, n, H]
         self.k: list[Tensor] = []  # L of [K, n, H]
 

@@ -71,7 +71,7 @@ FAMILIES = {
     "tied": wide_config(tie_embeddings=True),
     "biased": wide_config(qkv_bias=True),  # as Qwen2
     "all_biased": wide_config(qkv_bias=True, o_bias=True, mlp_bias=True),  # as Llama with attention_bias, mlp_bias
-    "normed": wide_config(qk_norm=True),  # as Qwen3
+    "normed": wide_config(qk_norm=True, sliding_window=7, full_layers=(0,)),  # as Qwen3, some layers with a window
     "two_kv_heads": wide_config(n_kv_heads=2, qkv_bias=True),
     "one_kv_head": wide_config(n_kv_heads=1),
     # ids that no number of ranks here divides, and so few that of four ranks the last one has none

@@ -104,6 +104,7 @@ class Asked:
         self.dtype = d.one("dtype", [BF16, FP16, FP32])
         self.held = d.one("held", [None, None, "int8", "planes"])
         self.tail = d.one("tail", [0, 1, 20, 300]) if self.held == "planes" else 0
+        self.window = d.one("window", [0, 0, 0, 1, 20, 64, 150])
         self.head_dim, group = d.one("H", HEAD_DIMS), d.one("G", GROUPS)
         n_tokens = d.size("T", 128 // group, 2 * 128 // group + 3) if many else d.one("T", range(1, 10))
         # where keys are split a program merges each row, so there are not many of all at once
@@ -157,10 +158,14 @@ class Asked:
         self.numbers = [x // 16 * 16 - 128 + rest for x, rest in zip(raised, low, strict=True)]
 
     def seen(self, entries: Tensor) -> CacheLayer:
-        """The layer, of which queries see those of these entries [B, K, S] that are not after them; else poison."""
+        """The layer, of which queries see those of these entries [B, K, S] that are not after them; else poison.
+
+        Entries before a window are numbers, which may be read.
+        """
         d, upto = self.draw, torch.where(self.pos < self.n_keys, self.pos, -1)  # [B, T]
-        seen = entries[:, :, None] & (torch.arange(self.shape[2]) <= upto[..., None])[:, None]  # [B, K, T, S]
-        self.find(seen)
+        place = torch.arange(self.shape[2])
+        seen = entries[:, :, None] & (place <= upto[..., None])[:, None]  # [B, K, T, S]
+        self.find(seen & (place > upto[..., None] - (self.window or self.shape[2]))[:, None])
         for x in self.scales or self.stored:
             x[~seen.any(2)] = d.poison
         pads = [d.pads(2), d.pads(2)] * 2, d.pads(2)  # keys have other strides than values
@@ -168,7 +173,7 @@ class Asked:
         numbers = [d.keep(x, 2, fill, pad) for x, pad in zip(self.stored, pads[0], strict=False)]
         scales = [d.keep(x, 1, d.poison, pads[1]) for x in self.scales] or [None, None]
         name = self.held or {FP32: "fp32", FP16: "fp16", BF16: "bf16"}[self.dtype]
-        return CacheLayer(FORMATS[name], *numbers[:2], *scales, *numbers[2:], tail=self.tail)
+        return CacheLayer(FORMATS[name], *numbers[:2], *scales, *numbers[2:], tail=self.tail, window=self.window)
 
     def dense(self) -> tuple[Tensor, CacheLayer, Tensor, int]:
         """What dense attention is given: all entries may be seen."""
