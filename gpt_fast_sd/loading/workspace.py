@@ -105,7 +105,8 @@ class Workspace:
             return 0
         w, n, k, h = min(b, traits_of(self.system.device).windows), model.n_heads, model.n_kv_heads, model.head_dim
         chosen = 3 * model.n_layers * w * k * draft.budget * 8  # the old ones, the new ones, and those kept
-        scores = w * k * capacity * 4  # fp32 [W, K, S]: the mass
+        # fp32 [W, K, S]: the mass, the part of it before the window, and its averages
+        scores = 3 * w * k * capacity * 4
         if self.system.in_triton:  # of one layer, whose queries are widened to all slots
             attending = 3 * b * n * n_observed * (h + 1) * 4 + self._parts(b, n_observed) + b * k * capacity * 4
         else:  # of one layer, a copy of the keys and values, scores, and places to sort

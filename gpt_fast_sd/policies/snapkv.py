@@ -2,8 +2,7 @@
 
 Selecting costs one pass of the model over the observation window, which is fed again: its keys are in the cache, only
 its queries are not. As a text grows its selection becomes stale, so it is refreshed. In between no place of the budget
-is idle: a token that leaves the window takes that of the selected entry that mattered least. The paper averages scores
-over neighbours, for answers to be whole; drafts are accepted more often without.
+is idle: a token that leaves the window takes that of the selected entry that mattered least.
 
 The device decides which rows are due, by their own lengths alone, and the observation windows of several are fed as
 one batch, so that the weights are read once for them. The host only has to know when some row may be due.
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
@@ -33,6 +33,7 @@ from .selection import top_pages
 
 OBSERVED = 32  # observation window, as in the paper
 REFRESH = 64  # tokens from one selection to the next
+KERNEL = 5  # neighbours that a score is averaged over, to select stretches rather than single tokens: answers whole
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,17 @@ def observe_step(
 
 
 def best_entries(mass: Tensor, end: Tensor, n: int, select: Body = top_pages) -> Tensor:
-    """The n entries before end [W] with the most mass, the best first: fp32 [W, K, S] -> int64 [W, K, n].
+    """The n entries before end [W] with the most mass, averaged over neighbours before end: [W, K, S] -> [W, K, n].
 
-    In no order if there are fewer, then with -1. Ties go to the first: the size of the view, which depends on other
-    rows, has no influence.
+    The best first; in no order if there are fewer, then with -1. Ties go to the first: the size of
+    the view, which depends on other rows, has no influence.
     """
-    best: Tensor = select(mass, end[:, None], n)  # by place
-    order = mass.gather(-1, best.clamp(min=0)).sort(dim=-1, descending=True, stable=True).indices
+    place = torch.arange(mass.shape[-1], device=mass.device)  # [S]
+    valid = (place < end[:, None])[:, None]  # [W, 1, S]
+    # zeros, as beyond the first entry: they count in the averages at both ends
+    pooled = F.avg_pool1d(torch.where(valid, mass, 0.0), KERNEL, stride=1, padding=KERNEL // 2)  # [W, K, S]
+    best: Tensor = select(pooled, end[:, None], n)  # by place
+    order = pooled.gather(-1, best.clamp(min=0)).sort(dim=-1, descending=True, stable=True).indices
     return best.gather(-1, order)
 
 

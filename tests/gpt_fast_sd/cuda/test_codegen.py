@@ -42,7 +42,7 @@ STEPS = {  # launches, and which of them are ours
     # of the last layer only the keys are needed: wqkv, rope with the cache writes
     "prefill": ((LAYERS - 1) * LAYER + 4, {"prefill_attention": LAYERS - 1}),
     # no keys are written; a layer spreads queries and positions over all slots, picks outputs and mass of its own,
-    # lists the best entries, puts them in order; of the last layer that is all; once, the lists are put into one tensor
+    # averages them, lists the best in order; of the last layer that is all; once, the lists are put into one tensor
     "observe": (
         (LAYERS - 1) * (LAYER + 9) + 14,
         {"prefill_attention_with_lse": LAYERS, "key_mass": LAYERS, "top_pages": LAYERS},
@@ -109,8 +109,8 @@ def test_a_step_is_few_launches_copies_no_cache_and_may_be_captured(name: str, h
     (launches, ours), (more, written, by_quest) = STEPS[name], CACHES[cache]
     assert step.launches <= launches + more * LAYERS, step
     assert Counter(step.ours) == ours and step.others == []
-    # what it is for: the attention that each key received, of rows that are due, by each layer
-    assert [sizes[0] for sizes in cache_sized(step)] == ["2"] * LAYERS * (name == "observe")
+    # what it is for: the attention that each key received, of rows that are due, masked and averaged, by each layer
+    assert [sizes[0] for sizes in cache_sized(step)] == ["2"] * 2 * LAYERS * (name == "observe")
     assert step.graphs == 1 and step.no_cudagraph is None and "'autotune_pointwise': True" not in step.code
     assert len(step.mutated) == {"observe": 0, "draft quest": by_quest}.get(name, written) * LAYERS
 
