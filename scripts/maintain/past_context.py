@@ -34,8 +34,8 @@ from measuring.machine import environment
 from measuring.plots import check_drawable, draw_panels, line
 
 PROGRAM = "past_context.py"
-CONTEXTS = 1000, 2000, 4000, 6000, 7500, 8100, 9000, 10000, 12000, 14000
-BATCH, TOKENS, GAMMA, BUDGET, TEMPERATURES = 2, 48, 4, 1024, (0.0, 0.8)
+CONTEXTS = 1000, 2000, 4000, 6000, 8000, 8500, 9000, 10000, 12000
+TOKENS, GAMMA, BUDGET, TEMPERATURES = 64, 4, 1024, (0.0, 0.8)
 DRAFTS = {
     "SmolLM2 of 8,192 positions": DraftConfig(
         policy="standalone", draft_model="smollm2", view="streaming", gamma=GAMMA, budget=BUDGET
@@ -61,10 +61,10 @@ def acceptances(texts: list[Path], n_prompts: int) -> list[dict[str, Any]]:
     ids = {str(text): tokens_of(text, tokenizer) for text in texts}
     for context in CONTEXTS:
         prompts = stretches(ids, n_prompts, context, tokenizer.bos_id)
-        config = EngineConfig(batch_size=BATCH, max_seq_len=context + TOKENS + GAMMA + 1, dtype="bf16")
-        for name, draft in DRAFTS.items():
-            model = drafter if draft.draft_model else None
-            with Engine(stretched(drafter), tokenizer, config, draft, model) as engine:
+        config = EngineConfig(batch_size=n_prompts, max_seq_len=context + TOKENS + GAMMA + 1, dtype="bf16")
+        with Engine(stretched(drafter), tokenizer, config) as engine:
+            for name, draft in DRAFTS.items():
+                engine.redraft(draft, drafter if draft.draft_model else None)  # slots keep their prompts
                 for t in TEMPERATURES:
                     params = SamplingParams(max_tokens=TOKENS, temperature=t, ignore_eos=True)
                     engine.generate(prompts, [replace(params, seed=i) for i in range(n_prompts)])
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program."""
     parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE")
-    parser.add_argument("--prompts", type=int, default=6, metavar="N", help="(default: 6)")
+    parser.add_argument("--prompts", type=int, default=4, metavar="N", help="(default: 4)")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--plot", type=Path, required=True, metavar="FILE")
     args: argparse.Namespace = parser.parse_args(argv)
