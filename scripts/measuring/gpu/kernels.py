@@ -6,6 +6,7 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt_fast_sd import attention, fast
 from gpt_fast_sd.fast.compile import own_code
+from gpt_fast_sd.fast.linear_planes import lay_in_planes
 from gpt_fast_sd.model import FORMATS, SPLIT, CacheLayer, as_planes
 from gpt_fast_sd.policies import selection
 from gpt_fast_sd.quantization.quantize import TAIL
@@ -211,17 +213,20 @@ def timed_linears(setup: Setup) -> list[Record]:
     sizes = {"wo": (64, 128)} if setup.tiny else {"wo": (4096, 4096), "w_in": (28672, 4096), "w_out": (4096, 14336)}
     for place, (n_out, n_in) in sizes.items():
         plain = torch.nn.Linear(n_in, n_out, bias=False, device=setup.device, dtype=dtype).requires_grad_(False)
-        for name in (None, *TABLE):
+        for name in (None, *TABLE, "both planes"):
             linear: torch.nn.Linear = plain
             n_bytes = float(n_out * n_in * dtype.itemsize)
             if name is not None:
                 try:
-                    require_precision(name, setup.device, dtype)
+                    require_precision(known := name.removeprefix("both "), setup.device, dtype)
                 except ValueError as error:
                     print(f"{name} is not timed: {error}")
                     continue
-                entry = precision(name, setup.device)
-                linear, n_bytes = entry.of(plain), float(entry.bytes_of(n_out, n_in))
+                entry = precision(known, setup.device)
+                linear, n_bytes = copy.deepcopy(plain), float(entry.bytes_of(n_out, n_in))
+                if entry.shares:
+                    lay_in_planes(linear, plain.weight)
+                linear, n_bytes = (linear, n_bytes + n_out * n_in) if name != known else (entry.of(linear), n_bytes)
             for n_rows in (1, 5) if setup.tiny else (1, 16, 64, 96, 256, 2048):
                 x = torch.randn(n_rows, n_in, device=setup.device).to(dtype)
                 what, moved = f"{place} {n_out:,} x {n_in:,}, {n_rows:,} rows", (x.numel() + n_rows * n_out) * 2
