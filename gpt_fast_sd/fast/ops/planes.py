@@ -7,11 +7,11 @@ the largest exponent, base = (E - 14) << 7, and each number is held as
 
 k 0 for all within 14 binades of E, and of the others how many binades below that; 15 is zero. So u is the magnitude of
 the e4m3 that is nearest to the number over the row's scale, 2 ** (E - 134): what is rounded up to the next binade
-carries into the exponent by itself, and u is at most 15 << 3, which is no NaN. Numbers below 2 ** -14 of the largest
-are read from the upper plane as some number below that.
+carries into the exponent by itself, and u is at most 15 << 3, which is no NaN. Numbers below 2 ** -13 of the largest
+are read from the upper plane as some number that is not above that.
 
-A row that holds a number more than 28 binades below its largest, a denormal, an infinity or a NaN is kept whole beside
-the planes, which hold zeros in its place.
+A row that holds a number more than 28 binades below its largest, a denormal, an infinity, a NaN or nearly infinity
+is kept whole beside the planes, which hold zeros in its place.
 
 Shapes: M rows, I inputs, O outputs, W outputs that are kept whole.
 """
@@ -29,6 +29,7 @@ from .int8 import MOST_TILED
 
 AT_ONCE = 2**18  # numbers, which are split or joined in integers of 32 bits
 LEAST_EXPONENT = 17  # E of a row of smaller numbers, so that all that is read of it is normal or zero
+LARGEST_EXPONENT = 254  # of such a number a draft might read infinity, as what is rounded up is
 ZERO = 15  # k of zero
 BIAS = 134  # a row's scale is 2 ** (E - 134): bf16's bias of exponents, and e4m3's
 
@@ -67,7 +68,7 @@ def _split(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     e = largest.clamp(min=LEAST_EXPONENT)  # [O, 1]
     v = b - (e - 14 << 7)
     k = (-(v >> 7)).clamp(min=0)
-    is_held = (((k < ZERO) & (b >= 128)) | (b == 0)).all(1) & (largest[:, 0] < 255)
+    is_held = (((k < ZERO) & (b >= 128)) | (b == 0)).all(1) & (largest[:, 0] < LARGEST_EXPONENT)
     is_zero = (b == 0) | ~is_held[:, None]
     k = k.masked_fill(is_zero, ZERO)
     t = (v + (k << 7)).masked_fill_(is_zero, 0) + 8

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt_fast_sd.fast.ops import planes
 from gpt_fast_sd.fast.triton import common as triton_common
 
 pytest.importorskip("triton")
+NOTHING = torch.empty(0, dtype=torch.int64), torch.empty(0, 4, dtype=torch.bfloat16)  # is whole
 
 
 def execute(ptx: str, *operands: Tensor) -> list[Tensor]:
@@ -17,12 +19,12 @@ def execute(ptx: str, *operands: Tensor) -> list[Tensor]:
     registers = {f"${2 + i}": operand for i, operand in enumerate(operands)}
 
     def value(name: str) -> Tensor:
-        return torch.tensor(int(name, 16)) if name.startswith("0x") else registers[name]
+        return registers[name] if name in registers else torch.tensor(int(name, 0))
 
     for opcode, into, *names in re.findall(r"^\s*([a-z]\S+) (\S+), ([^,;]+)(?:, ([^,;]+))?(?:, ([^,;]+))?;", ptx, re.M):
         if opcode == ".reg":
             continue
-        registers[into] = OPCODES[opcode](*(value(name) for name in names if name))
+        registers[into] = OPCODES[opcode](*(value(name) for name in names if name)) & 0xFFFFFFFF
     return [registers["$0"], registers["$1"]]
 
 
@@ -53,7 +55,8 @@ def fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 OPCODES: dict[str, Callable[..., Tensor]] = {
     "mov.b32": lambda x: x, "and.b32": lambda x, y: x & y, "xor.b32": lambda x, y: x ^ y, "prmt.b32": permute,
-    "fma.rn.bf16x2": fused,
+    "or.b32": lambda x, y: x | y, "shl.b32": lambda x, y: x << y, "shr.b32": lambda x, y: x >> y,
+    "add.u32": lambda x, y: x + y, "sub.u32": lambda x, y: x - y, "fma.rn.bf16x2": fused,
     "sub.f16x2": lambda x, y: rounded(halves(x, torch.float16) - halves(y, torch.float16), torch.float16),
 }  # fmt: skip
 
@@ -64,3 +67,24 @@ def test_every_byte_becomes_the_same_value_in_its_own_place(name: str, dtype: to
     packed = places.contiguous().view(torch.int32)[:, 0].long() & 0xFFFFFFFF
     out = [halves(register, dtype) for register in execute(getattr(triton_common, name).value, packed)]
     assert torch.cat(out, -1).equal(places.view(torch.int8).double())
+
+
+def words(four: Tensor) -> Tensor:
+    """Bytes [N, 4] as registers."""
+    return four.to(torch.uint8).contiguous().view(torch.int32)[:, 0].long() & 0xFFFFFFFF
+
+
+def test_every_weight_in_planes_becomes_its_number_over_the_scale_of_its_row_in_its_own_place() -> None:
+    u, n, k = torch.arange(2**16) >> 8 & 127, torch.arange(2**16) & 15, torch.arange(2**16) >> 4 & 15
+    # no number is rounded down to less than nothing, below 14 binades few are left, and zero is written in one way
+    there_is = torch.where(k == 15, (u == 0) & (n == 8), (u * 16 + n >= 8) & ((k == 0) | (u * 16 + n < 136)))
+    codes = there_is.nonzero()[:, 0]
+    both = torch.stack([codes.roll(997 * i) for i in range(4)], -1)  # [N, 4]
+    upper, lower = both >> 8, both & 255
+    ptx = triton_common.E4M3_TO_BF16.value, triton_common.PLANES_TO_BF16.value
+    read = torch.cat([halves(register, torch.bfloat16) for register in execute(ptx[0], words(upper))], -1)
+    is_number = upper & 127 != 127  # which none in planes is
+    assert read[is_number].equal(upper.to(torch.uint8).view(torch.float8_e4m3fn).double()[is_number])
+    got = torch.cat([halves(register, torch.bfloat16) for register in execute(ptx[1], words(upper), words(lower))], -1)
+    held = planes.Planes(upper.to(torch.uint8), lower.to(torch.uint8), torch.ones(len(both)), *NOTHING)
+    assert got.equal(planes.join(held).double()) and len(both) > 2**12
