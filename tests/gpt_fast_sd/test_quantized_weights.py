@@ -512,6 +512,56 @@ def test_another_draft_may_be_quantized_or_not() -> None:
         assert spoken(one) == expected and is_untouched(one.model, before)
 
 
+# ---- planes: half of the target's own weights --------------------------------------------------------------------
+
+
+def shares(one: Engine) -> bool:
+    """Whether all that drafts is in the target's memory."""
+    own = {p.data_ptr() for p in one.model.parameters()}
+    return all(p.data_ptr() in own for runner in drafters(one) for p in runner.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("tied", "bodies", "compiled"), [(True, "fast", False), (False, "fast", True), (False, "reference", False)]
+)
+def test_a_target_in_planes_says_what_it_said_and_what_drafts_from_them_owns_nothing(
+    tied: bool, bodies: str, compiled: bool
+) -> None:
+    """Once there they stay there, whatever drafts next, and are saved as the weights that they are."""
+    one = tiny_engine(model=packable(tie_embeddings=tied), compile=compiled, bodies=bodies)
+    expected, names, n_outputs = spoken(one), one.target.bodies.names, sum(len(m.weight) for m in linears_of(one.model))
+    before, scales = one.model.state_dict(), 4 * (n_outputs - 512 * tied)
+    before = {name: value.clone() for name, value in before.items()}
+    for wanted in ("int8", "planes", "int4", "planes", None):
+        one.redraft(draft_of("streaming", gamma=3, quantize=wanted))
+        assert spoken(one) == expected and one.target.bodies.names == names
+        assert shares(one) == (wanted in ("planes", None))
+        assert wanted != "planes" or one._plan.draft_weights == scales
+    after = one.model.state_dict()
+    assert after.keys() == before.keys() and all(after[name].equal(value) for name, value in before.items())
+    assert bytes_held(one.model) == sum(p.nbytes for p in packable(tie_embeddings=tied).parameters()) + scales
+    one.model.load_state_dict({name: value * 2 for name, value in before.items()})
+    assert one.model.state_dict()["layers.1.feed_forward.w_out.weight"].equal(
+        2 * before["layers.1.feed_forward.w_out.weight"]
+    )
+
+
+@pytest.mark.parametrize("name", few(DRAFTED, ["guided", "early_exit", "hierarchy", "standalone"]))
+def test_drafts_from_planes_change_no_token_and_another_model_has_none(name: str) -> None:
+    if "standalone" in name or name == "past its positions":
+        with pytest.raises(ValueError, match="'planes' is of a target's own weights, and a draft_model has others"):
+            draft_of(name, quantize="planes")
+        return
+    model = packable()
+    with torch.no_grad():  # a number that no plane holds, of a row that is kept whole
+        model.layers[1].feed_forward.w_out.weight[3, 5] = 2.0**-60  # type: ignore[union-attr]
+    plain = tiny_engine(model=packable(), batch_size=2)
+    plain.model.load_state_dict(model.state_dict())
+    one, other = (tiny_engine(draft_of(name, gamma=3, quantize="planes"), model=model) for _ in range(2))
+    assert spoken(one) == spoken(plain) == spoken(other) and one.stats.drafted > 0 and shares(one) and shares(other)
+    assert len(model.layers[0].feed_forward.w_out.rows) == 1  # type: ignore[union-attr]  # as in each layer
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 BY_32 = "needs inputs that 32 divides, and w_out has 48 and 32$"
@@ -524,6 +574,9 @@ REFUSED: list[tuple[Any, tuple[str | None, ...], str | None, str | None, str]] =
     # once a second engine quantized them in place, and the first one's target was another from then on
     (packable, (None,), "int8", None, "runs this model's weights as they are: pass no quantize, or load the"),
     (packable, (), "int8", "float8", "quantize 'float8' of a draft runs on device 'cuda'"),
+    (tiny, (), None, "planes", "'planes' of a draft needs bf16 weights, and the model's are float32: use dtype 'bf16'"),
+    (packable, ("int8",), "int8", "planes", "needs a target with plain weights, .* this one's are int8"),
+    (packable, (None,), None, "planes", "and another engine runs this one's as they are: load the model again"),
     (packable, (), "int8", "int4", "'int4' of a draft needs a target with plain weights, .* this one's are int8"),
 ]
 
