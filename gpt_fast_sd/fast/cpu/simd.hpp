@@ -113,7 +113,7 @@ static inline void join_planes(const char* upper, const char* lower, const float
     constexpr int V = 16 / LANES, BYTES = 4 * LANES; // vectors of 16 outputs
     Shorts base[2 * V]; // in both halves of a word: of e4m3, and with the lower plane over 15 << 7
     for (int v = 0; v < 2 * V; v++) {
-        const I exponent = (load<I>(scale + v * LANES) >> 23) - (lower ? 22 : 7) << 7;
+        const I exponent = ((load<I>(scale + v * LANES) >> 23) - (lower ? 22 : 7)) << 7;
         base[v] = (Shorts)(exponent << 16 | (exponent & 0xffff));
     }
     auto less = [](Shorts a, Shorts b) { return a < b ? a : b; };

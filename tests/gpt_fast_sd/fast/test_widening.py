@@ -69,22 +69,18 @@ def test_every_byte_becomes_the_same_value_in_its_own_place(name: str, dtype: to
     assert torch.cat(out, -1).equal(places.view(torch.int8).double())
 
 
-def words(four: Tensor) -> Tensor:
-    """Bytes [N, 4] as registers."""
-    return four.to(torch.uint8).contiguous().view(torch.int32)[:, 0].long() & 0xFFFFFFFF
-
-
 def test_every_weight_in_planes_becomes_its_number_over_the_scale_of_its_row_in_its_own_place() -> None:
     u, n, k = torch.arange(2**16) >> 8 & 127, torch.arange(2**16) & 15, torch.arange(2**16) >> 4 & 15
     # no number is rounded down to less than nothing, below 14 binades few are left, and zero is written in one way
     there_is = torch.where(k == 15, (u == 0) & (n == 8), (u * 16 + n >= 8) & ((k == 0) | (u * 16 + n < 136)))
-    codes = there_is.nonzero()[:, 0]
-    both = torch.stack([codes.roll(997 * i) for i in range(4)], -1)  # [N, 4]
-    upper, lower = both >> 8, both & 255
-    ptx = triton_common.E4M3_TO_BF16.value, triton_common.PLANES_TO_BF16.value
-    read = torch.cat([halves(register, torch.bfloat16) for register in execute(ptx[0], words(upper))], -1)
+    both = torch.stack([there_is.nonzero()[:, 0].roll(997 * i) for i in range(4)], -1)  # [N, 4]
+    upper, lower = (both >> 8).to(torch.uint8), both.to(torch.uint8)
+    packed = [plane.view(torch.int32)[:, 0].long() & 0xFFFFFFFF for plane in (upper, lower)]
+    read, exact = (
+        torch.cat([halves(register, torch.bfloat16) for register in execute(ptx.value, *packed[:n_planes])], -1)
+        for ptx, n_planes in ((triton_common.E4M3_TO_BF16, 1), (triton_common.PLANES_TO_BF16, 2))
+    )
     is_number = upper & 127 != 127  # which none in planes is
-    assert read[is_number].equal(upper.to(torch.uint8).view(torch.float8_e4m3fn).double()[is_number])
-    got = torch.cat([halves(register, torch.bfloat16) for register in execute(ptx[1], words(upper), words(lower))], -1)
-    held = planes.Planes(upper.to(torch.uint8), lower.to(torch.uint8), torch.ones(len(both)), *NOTHING)
-    assert got.equal(planes.join(held).double()) and len(both) > 2**12
+    assert read[is_number].equal(upper.view(torch.float8_e4m3fn).double()[is_number])
+    held = planes.Planes(upper, lower, torch.ones(len(both)), *NOTHING)
+    assert exact.equal(planes.join(held).double()) and len(both) > 2**12
