@@ -516,9 +516,6 @@ def test_another_draft_may_be_quantized_or_not() -> None:
 # ---- planes: half of the target's own weights --------------------------------------------------------------------
 
 
-JOINED = [("products", "bf16 weights, joined from planes in each call")]
-
-
 def shares(one: Engine) -> bool:
     """Whether all that drafts is in the target's memory."""
     own = {p.data_ptr() for p in one.model.parameters()}
@@ -535,14 +532,15 @@ def test_a_target_in_planes_says_what_it_said_and_what_drafts_from_them_owns_not
     for wanted in ("int8", "planes", "int4", "planes", None):
         one.redraft(draft_of("streaming", gamma=3, quantize=wanted))
         assert spoken(one) == expected and shares(one) == (wanted in ("planes", None))
-        joins = any(type(m) is PlanesLinear for m in linears_of(one.model))
-        assert one.target.bodies.names == (*names, *JOINED * joins)
+        joins = [("products", "bf16 weights, joined from planes in each call")] * (
+            PlanesLinear in map(type, one.model.modules())
+        )
+        assert one.target.bodies.names == (*names, *joins)
         assert wanted != "planes" or one._plan.draft_weights == scales
-    after = one.model.state_dict()
-    assert after.keys() == before.keys() and all(after[name].equal(value) for name, value in before.items())
-    assert bytes_held(one.model) == size + scales
-    one.model.load_state_dict({name: 2 * value for name, value in before.items()})
-    assert all(one.model.state_dict()[name].equal(2 * value) for name, value in before.items())
+    assert bytes_held(one.model) == size + scales and one.model.state_dict().keys() == before.keys()
+    for n in (1, 2):
+        assert all(one.model.state_dict()[name].equal(n * value) for name, value in before.items())
+        one.model.load_state_dict({name: 2 * value for name, value in before.items()})
 
 
 @pytest.mark.parametrize("name", few([n for n in DRAFTED if not draft_of(n).draft_model], ["early_exit", "hierarchy"]))
@@ -554,8 +552,6 @@ def test_drafts_from_planes_change_no_token_though_a_row_is_kept_whole(name: str
     for _ in range(2):  # engines share it
         one = tiny_engine(draft_of(name, gamma=3, quantize="planes"), model=model)
         assert spoken(one) == expected and one.stats.drafted > 0 and shares(one)
-    w_out = model.layers[0].feed_forward.w_out
-    assert type(w_out) is not PlanesLinear or len(w_out.rows) == 1  # as in each layer
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

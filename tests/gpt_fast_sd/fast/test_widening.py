@@ -11,7 +11,6 @@ from gpt_fast_sd.fast.ops import planes
 from gpt_fast_sd.fast.triton import common as triton_common
 
 pytest.importorskip("triton")
-NOTHING = torch.empty(0, dtype=torch.int64), torch.empty(0, 4, dtype=torch.bfloat16)  # is whole
 
 
 def execute(ptx: str, *operands: Tensor) -> list[Tensor]:
@@ -82,5 +81,6 @@ def test_every_weight_in_planes_becomes_its_number_over_the_scale_of_its_row_in_
     )
     is_number = upper & 127 != 127  # which none in planes is
     assert read[is_number].equal(upper.view(torch.float8_e4m3fn).double()[is_number])
-    held = planes.Planes(upper, lower, torch.ones(len(both)), *NOTHING)
+    held = planes.split(torch.zeros(len(both), 4).bfloat16())
+    held = held._replace(upper=upper, lower=lower, scale=torch.ones(len(both)))
     assert exact.equal(planes.join(held).double()) and len(both) > 2**12
