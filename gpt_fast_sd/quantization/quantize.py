@@ -108,12 +108,12 @@ def put_in_planes(target: Runner) -> None:
     """Let the weights of a target's layers lie in planes, in place and for good; its products are what they were.
 
     So does its output head, unless that is the embedding, too, whose rows are looked up. A packed weight stays as it is
-    if a row would have to be kept whole. ValueError, and nothing is
-    changed, while another engine runs the model: its captured rounds know where weights lie.
+    if a row would have to be kept whole. ValueError, and nothing is changed, while another engine runs the model: its
+    captured rounds know where weights lie.
     """
     model = target.model
     linears = {place: m for place, m in model.named_modules() if isinstance(m, nn.Linear) and not is_tied(model, m)}
-    if any(isinstance(m, PlanesLinear) for m in linears.values()):
+    if getattr(model, "lies_in_planes", None) == id(model):  # a mark of this model, and of no copy
         return
     if runs_elsewhere(target):
         raise ValueError(
@@ -122,6 +122,8 @@ def put_in_planes(target: Runner) -> None:
         )
     arena = HugePageArena()
     for linear in linears.values():
+        if isinstance(linear, PlanesLinear):
+            continue
         weight = plain_weight(linear, "planes")
         if not isinstance(linear, PackedLinear):
             lay_in_planes(linear, weight)
@@ -135,6 +137,7 @@ def put_in_planes(target: Runner) -> None:
         alike = [m for place, m in linears.items() if place.endswith(kind) and type(m) is PlanesLinear]
         for linear in alike:
             keep_whole(linear, max(len(m.rows) for m in alike))
+    model.lies_in_planes = id(model)  # type: ignore[assignment]
     vars(target).pop("bodies", None)  # those that read the weights as they were
 
 

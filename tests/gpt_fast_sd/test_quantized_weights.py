@@ -532,10 +532,8 @@ def test_a_target_in_planes_says_what_it_said_and_what_drafts_from_them_owns_not
     for wanted in ("int8", "planes", "int4", "planes", None):
         one.redraft(draft_of("streaming", gamma=3, quantize=wanted))
         assert spoken(one) == expected and shares(one) == (wanted in ("planes", None))
-        joins = ("products", "bf16 weights, joined from planes in each call") in one.target.bodies.names
-        assert (
-            joins == (PlanesLinear in map(type, one.model.modules())) and one.target.bodies.names[: len(names)] == names
-        )
+        who, joins = one.target.bodies.names, ("products", "bf16 weights, joined from planes in each call")
+        assert who == (*names, *[joins] * (PlanesLinear in map(type, one.model.modules())))
         assert wanted != "planes" or one._plan.draft_weights == scales
     assert bytes_held(one.model) == size + scales and one.model.state_dict().keys() == before.keys()
     for n in (1, 2):
