@@ -517,7 +517,6 @@ def test_another_draft_may_be_quantized_or_not() -> None:
 
 
 def shares(one: Engine) -> bool:
-    """Whether all that drafts is in the target's memory."""
     own = {p.data_ptr() for p in one.model.parameters()}
     return all(p.data_ptr() in own for runner in drafters(one) for p in runner.model.parameters())
 
@@ -526,16 +525,16 @@ def shares(one: Engine) -> bool:
 def test_a_target_in_planes_says_what_it_said_and_what_drafts_from_them_owns_nothing(tied: bool) -> None:
     """Once there they stay there, whatever drafts next, and are saved as the weights that they are."""
     one = tiny_engine(model=packable(tie_embeddings=tied), compile=not tied)
-    expected, names, size = spoken(one), one.target.bodies.names, bytes_held(one.model)
+    expected, first, size = spoken(one), one.target.bodies, bytes_held(one.model)
     scales = 4 * sum(len(m.weight) for m in linears_of(one.model if not tied else one.model.layers))
     before = {name: value.clone() for name, value in one.model.state_dict().items()}
     for wanted in ("int8", "planes", "int4", "planes", None):
-        one.redraft(draft_of("streaming", gamma=3, quantize=wanted))
+        one.redraft(draft_of("full", gamma=3, quantize=wanted))
         assert spoken(one) == expected and shares(one) == (wanted in ("planes", None))
         who, joins = one.target.bodies.names, ("products", "bf16 weights, joined from planes in each call")
-        assert who == (*names, *[joins] * (PlanesLinear in map(type, one.model.modules())))
-        assert wanted != "planes" or one._plan.draft_weights == scales
-    assert bytes_held(one.model) == size + scales and one.model.state_dict().keys() == before.keys()
+        assert who == (*first.names, *[joins] * (PlanesLinear in map(type, one.model.modules())))
+        assert wanted != "planes" or (one._plan.draft_weights == scales and one.stats.acceptance_rate < 1.0)
+    assert bytes_held(one.model) == size + scales and one.target.bodies is not first
     for n in (1, 2):
         assert all(one.model.state_dict()[name].equal(n * value) for name, value in before.items())
         one.model.load_state_dict({name: 2 * value for name, value in before.items()})
