@@ -206,9 +206,8 @@ def require_sizes(
 def require_copy(name: str, target: str | None) -> None:
     """ValueError where no copy with weights of this precision is made of a target with weights of another one."""
     if target not in (None, name):
-        raise ValueError(
-            f"{_said(name, True)} needs a target with plain weights, or of that precision, and this one's are {target}"
-        )
+        or_so = "" if name == "planes" else "or of that precision, "
+        raise ValueError(f"{_said(name, True)} needs a target with plain weights, {or_so}and this one's are {target}")
 
 
 def matrices_of(shape: ModelConfig, ranks: int) -> dict[str, tuple[int, int]]:
