@@ -19,7 +19,7 @@ LEAST = -1e30  # a finite maximum for a query that sees nothing: its weights are
 
 
 def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Attend to those of a layer's first n_keys entries at or before each query; a query past them all gives 0.
+    """Attend to those of a layer's first n_keys entries that each query sees; a query past them all gives 0.
 
     q [B, N, T, H]; pos [B, T] -> [B, N, T, H], and with a page the attention mass that each block of page keys
     received: fp32 [B, K, n_keys // page]
@@ -27,13 +27,14 @@ def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0)
     asked = asked_of(layer, q)
     entries = layer.first(n_keys, pos, asked.dtype)
     if page:
-        out, mass = attend_with_mass(asked, entries, visible(pos, n_keys))
+        out, mass = attend_with_mass(asked, entries, visible(pos, n_keys, layer.window))
         return out.to(q.dtype), page_sums(mass, page)
     if q.shape[2] <= QUERY_BLOCK:  # no loop, so that T may be a size that varies
-        return attend(asked, entries, visible(pos, n_keys)).to(q.dtype), None
+        return attend(asked, entries, visible(pos, n_keys, layer.window)).to(q.dtype), None
     wide = entries._replace(k=entries.k.to(asked.dtype), v=entries.v.to(asked.dtype))  # once for all blocks
     blocks = zip(asked.split(QUERY_BLOCK, 2), pos.split(QUERY_BLOCK, 1), strict=True)
-    return torch.cat([attend(some, wide, visible(at, n_keys)) for some, at in blocks], 2).to(q.dtype), None
+    parts = [attend(some, wide, visible(at, n_keys, layer.window)) for some, at in blocks]
+    return torch.cat(parts, 2).to(q.dtype), None
 
 
 def dense_of_slots(q: Tensor, layer: CacheLayer, slots: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
@@ -43,26 +44,21 @@ def dense_of_slots(q: Tensor, layer: CacheLayer, slots: Tensor, pos: Tensor, n_k
     """
     asked = asked_of(layer, q)
     entries = layer.of_slots(slots, n_keys).first(n_keys, pos, asked.dtype)
-    out, mass = attend_with_mass(asked, entries, visible(pos, n_keys))
+    out, mass = attend_with_mass(asked, entries, visible(pos, n_keys, layer.window))
     return out.to(q.dtype), mass
 
 
 def listed(
-    q: Tensor,
-    layer: CacheLayer,
-    kv_indices: Tensor,
-    window_start: Tensor,
-    window_width: int,
-    pos: Tensor,
+    q: Tensor, layer: CacheLayer, kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor,
     page: int = 1,
-) -> Tensor:
-    """Attend to listed entries of a layer and to window_width from window_start on, those at or before each query.
+) -> Tensor:  # fmt: skip
+    """Attend to listed entries of a layer and to window_width from window_start on, those that each query sees.
 
     q [B, N, T, H]; kv_indices int64 [B, K, C] below window_start, -1 is empty, in runs of whole pages;
     window_start int64 [B]; pos [B, T] -> [B, N, T, H]
     """
     asked, (index, limit) = asked_of(layer, q), entries_listed(layer, kv_indices, window_start, window_width, pos)
-    seen = (index[:, :, None] >= 0) & (index[:, :, None] <= limit[:, None, :, None])  # [B, K, T, M]
+    seen = (index[:, :, None] >= 0) & within(index[:, :, None], limit[:, None, :, None], layer.window)  # [B, K, T, M]
     place = index.clamp(0, layer.k.shape[2] - 1)  # [B, K, M]
     return attend(asked, layer.at(place, limit, asked.dtype), seen).to(q.dtype)
 
@@ -118,10 +114,15 @@ def mixed(weights: Tensor, total: Tensor, entries: Entries, dtype: torch.dtype) 
     return mean
 
 
-def visible(pos: Tensor, n_keys: int) -> Tensor:
-    """Which of n_keys keys each query sees, those at or before it, none at or past n_keys: [B, T] -> [B, 1, T, n]."""
-    seen: Tensor = torch.arange(n_keys, device=pos.device) <= torch.where(pos < n_keys, pos, -1)[..., None]
-    return seen[:, None]
+def visible(pos: Tensor, n_keys: int, window: int = 0) -> Tensor:
+    """Which of n_keys keys each query sees, none if it is at or past n_keys: [B, T] -> [B, 1, T, n_keys]."""
+    limit = torch.where(pos < n_keys, pos, -1)[:, None, :, None]  # [B, 1, T, 1]
+    return within(torch.arange(n_keys, device=pos.device), limit, window)
+
+
+def within(place: Tensor, limit: Tensor, window: int) -> Tensor:
+    """Which places a query at limit sees: those at or before it, with a window the last so many of these."""
+    return (place <= limit) & (place > limit - window) if window else place <= limit
 
 
 def page_sums(mass: Tensor, page: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,6 +17,7 @@ KV_DTYPES = ("fp32", "bf16", "fp16", *QUANTIZED_CACHES)
 QUANTIZATIONS = ("int8", "int4", "float8")
 MAX_GAMMA = 16
 MOST_LOGPROBS = 20  # likeliest tokens that are named, as by OpenAI's API
+MOST_SAMPLES = 10_000  # completions of one prompt
 MOST = 2**31 - 1  # of what is counted: sums and products of two of them fit into 64 bits
 PAGES = (16, 32, 64, 128)  # whole vectors of scores, and whole pages in a split of the cache
 
@@ -181,3 +182,10 @@ class SamplingParams:
         """Those of stop."""
         several = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
         return tuple(self.stop or ()) if several or self.stop is None else (self.stop,)  # type: ignore[return-value]
+
+    def samples(self, n: int) -> list[SamplingParams]:
+        """Of n completions of one prompt: if it has a seed, each has its own, and the first one has this."""
+        if type(n) is not int or not 1 <= n <= MOST_SAMPLES:
+            raise ValueError(f"n must be a whole number from 1 to {MOST_SAMPLES:,}, got {n!r:.80}")
+        apart = 0x9E3779B97F4A7C15  # as the next seed may be that of another request
+        return [self if self.seed is None else replace(self, seed=(self.seed + i * apart) % 2**63) for i in range(n)]

@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import SPLIT, CacheFormat, Tokenizer, Transformer
+from gpt_fast_sd.model import SPLIT, Tokenizer, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary
 
 from .acceptance import Override
 from .config import EngineConfig, SamplingParams, require_kind
 from .fast.devices import traits_of
-from .loading import MemoryPlan, System, free_memory, plan_for, require_fit, require_plain, target_of
-from .loading.load import load
+from .loading import MemoryPlan, free_memory, plan_of, require_fit, target_of
+from .loading.load import load, taken
 from .loading.system import dtype_name
 from .policies import DraftConfig, DraftPolicy
 from .prefill import Prefill
@@ -29,7 +29,7 @@ from .serving.calibration import warm_up
 from .serving.cuda_graphs import GraphPool
 from .serving.launch import rounds_for
 from .serving.lifecycle import Access, kept_by, own_settings, sheltered
-from .serving.requests import Completion, Intake, Params, Prompt, Prompts, RoundEvent, TokenEvent, Waiting
+from .serving.requests import Completion, Intake, Last, Params, Prompt, Prompts, RoundEvent, TokenEvent, Waiting
 from .serving.scheduling import Schedule
 from .serving.scoring import Scorer, Scores
 from .serving.service import Service, Submission
@@ -76,9 +76,7 @@ class Engine:
         self.parallel = parallel or Parallel(self.device)
         group = self.parallel.group
         require_fit(model, cfg, self.draft, group)
-        self._plan = plan or self._plan_of(self.draft, draft_model)
-        if plan is None:
-            self._plan.check(free_memory(self.device))
+        self._plan = plan or plan_of(model, draft_model, cfg, self.draft, self.parallel)
         self.target = target_of(model, cfg, group, self._plan.system.format)
         self.cache, self.compiled = self.target.cache, self.target.backend.compiles
         self._intake = Intake(model.config, tokenizer, cfg.max_seq_len, is_alone=group.size == 1)
@@ -120,27 +118,15 @@ class Engine:
         """
         require_kind("draft", draft, DraftConfig)
         with self._access.alone():
-            plan, cfg = self._plan_of(draft, draft_model, self.cache.format), self.config
+            cfg, old = self.config, self.schedule.rounds
+            plan = plan_of(self.model, draft_model, cfg, draft, self.parallel, self.cache.format)
             plan.added_to(self._plan).check_added(free_memory(self.device, held=self._plan.total))
-            old = self.schedule.rounds
             new = rounds_for(plan.system.draft, draft_model, self.target, self.state, old.capture, self.parallel, cfg)
             old.forget()  # even if something else still refers to them
             new.keep_steps(old)
             self.draft, self._plan = draft, replace(plan, weights=self._plan.weights)
             self.schedule.use(new)
             self._compile_seconds = None
-
-    def _plan_of(
-        self, draft: DraftConfig, draft_model: Transformer | None, held: CacheFormat | None = None
-    ) -> MemoryPlan:
-        theirs = draft_model.config if draft_model else None
-        if draft_model:
-            require_plain(draft_model, self.config)
-        system = System(
-            config=self.config, draft=draft, model=self.model.config, draft_model=theirs, dtype=self.dtype,
-            device=self.device, held=held,
-        )  # fmt: skip
-        return plan_for(system.of_rank(self.parallel))
 
     @classmethod
     @own_settings()
@@ -154,10 +140,19 @@ class Engine:
 
         parallel: the processes that hold the model together; each reads only its own part of the weights.
         """
-        config, draft = config or EngineConfig(), draft or DraftConfig()
-        loaded = load(model, config, draft, parallel)
-        parts = loaded.draft_model, loaded.parallel, loaded.plan
-        return cls(loaded.model, loaded.tokenizer, loaded.config, draft, *parts)
+        return load(model, config or EngineConfig(), draft or DraftConfig(), parallel).into(cls)
+
+    @classmethod
+    @own_settings()
+    def from_transformers(
+        cls, model: torch.nn.Module, tokenizer: object = None, config: EngineConfig | None = None,
+        draft: DraftConfig | None = None, *, share: bool = True,
+    ) -> Engine:  # fmt: skip
+        """Run a Llama, Mistral, Qwen2 or Qwen3 that transformers has loaded; ValueError, before work, for any other.
+
+        tokenizer: transformers' or one of ours. share: see `model.share_model`; False: weights are copied.
+        """
+        return taken(model, tokenizer, config or EngineConfig(), draft or DraftConfig(), share).into(cls)
 
     @property
     def policy(self) -> DraftPolicy | None:
@@ -245,14 +240,14 @@ class Engine:
 
     @own_settings()
     @torch.inference_mode()
-    def score(self, texts: Sequence[Prompt], last: int | Sequence[int | None] | None = None) -> list[Scores]:
+    def score(self, texts: Sequence[Prompt], last: Last = None, top: int = 0) -> list[Scores]:
         """Log-probabilities of the tokens of each text, chunk by chunk; ValueError before any work is done.
 
-        last: of so many last tokens, of all texts or of each; None: of all but the first, which nothing precedes.
+        last: of so many last tokens, of all texts or of each; None: of all but the first. top: and so many likeliest.
         """
-        scored = self._intake.texts(texts, last)
-        with self._access.at_work(self.schedule):
-            return list(self._scorer.scores(scored))
+        scored = self._intake.texts(texts, last, top)
+        with self._service.apart(), self._access.at_work(self.schedule):
+            return list(self._scorer.scores(scored, top))
 
     @own_settings()
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from .bodies import CORE, Bodies
 
 @dataclass(frozen=True)
 class DenseKV:
-    """Store, then attend to all entries at or before each query, in the splits that are in view."""
+    """Store, then attend to all entries that each query sees, in the splits that are in view."""
 
     layers: Sequence[CacheLayer]
     n_splits_carrier: Tensor  # [n_splits, 0]

@@ -19,6 +19,7 @@ from .files.checkpoint import (
     save_hugging_face,
 )
 from .files.hub import find_downloaded, resolve_model
+from .files.loaded import config_of_loaded, share_model
 from .files.reading import CheckpointError, gguf_parts, parse_json, read_json
 from .files.tokenizer import StreamDecoder, Tokenizer, difference, load_tokenizer
 from .llama import Attention, Block, FeedForward, RMSNorm, Transformer
@@ -49,6 +50,7 @@ __all__ = [
     "apply_rope",
     "as_int8",
     "as_planes",
+    "config_of_loaded",
     "difference",
     "find_downloaded",
     "gguf_parts",
@@ -65,5 +67,6 @@ __all__ = [
     "rope_cos_sin",
     "rope_frequencies",
     "save_hugging_face",
+    "share_model",
     "stored_dtype",
 ]

@@ -34,10 +34,17 @@ class KV(Protocol):
 class CausalSelf:
     """Attend causally within this call and remember nothing: the logits of a whole text at once."""
 
+    def __init__(self, windows: Sequence[int] = ()) -> None:
+        """windows: ModelConfig.windows of the model; (): every layer sees all."""
+        self.windows = windows
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] (unused: the call's order is causal) -> [B, N, T, H]."""
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [B, N, T, H]
+        if self.windows and 0 < self.windows[layer] < q.shape[2]:
+            causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+            return F.scaled_dot_product_attention(q, k, v, causal.triu(1 - self.windows[layer]))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
@@ -176,6 +183,8 @@ class CacheLayer:
     tail: int = field(default=0, kw_only=True)
     # whether 8 bits are too few for queries, too, if these are to be rounded
     fine: bool = field(default=False, kw_only=True)
+    # of the model's layer: how many entries, up to and with a query's own, it sees; 0: all of them
+    window: int = field(default=0, kw_only=True)
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -209,7 +218,8 @@ class CacheLayer:
         return _bytes_of_a_token(self.buffers[:4]) if self.tail else self.bytes_per_token
 
     def bytes_read(self, n: int) -> int:
-        """Bytes of n entries of one slot that a query reads, those of the tail among them."""
+        """Bytes of n entries of one slot that a query reads, at most a window, those of the tail among them."""
+        n = min(n, self.window or n)
         return n * self.bytes_per_entry + min(n, self.tail) * (self.bytes_per_token - self.bytes_per_entry)
 
     def slot(self, slot: int) -> CacheLayer:
@@ -221,7 +231,7 @@ class CacheLayer:
         return self._of(x[:, :, :n][slots] for x in self.buffers)
 
     def _of(self, buffers: Iterable[Tensor]) -> CacheLayer:
-        return CacheLayer(self.format, *buffers, tail=self.tail, fine=self.fine)
+        return CacheLayer(self.format, *buffers, tail=self.tail, fine=self.fine, window=self.window)
 
     def first(self, n: int, pos: Tensor, dtype: torch.dtype) -> Entries:
         """The first n entries as queries of this dtype at pos [B, T] read them."""
@@ -271,14 +281,15 @@ class KVCache:
         # one spare split that is never in view: a view of the whole buffer is contiguous, which would be another graph
         entries = batch_size, config.n_kv_heads, self.capacity + SPLIT
         # where keys have biases, what makes them fit for 8 bits makes queries need more
-        fine = format.scaled and config.qkv_bias
+        fine = format.scaled and config.qkv_bias and not config.qk_norm
 
-        def layer() -> CacheLayer:
+        def layer(window: int) -> CacheLayer:
             twice = [part for part in format.parts(config.head_dim) for _ in "kv"]
             buffers = (zeros(*entries, *shape, dtype=dtype, device=device) for shape, dtype in twice)
-            return CacheLayer(format, *buffers, fine=fine)
+            # no text here is longer than a window that is dropped
+            return CacheLayer(format, *buffers, fine=fine, window=window if window < self.capacity else 0)
 
-        self.layers = [layer() for _ in range(config.n_layers)]
+        self.layers = [layer(window) for window in config.windows]
         self.seq_len = torch.zeros(batch_size, dtype=torch.int64, device=device)
         # whether a reader loads what is past a row's last entry, if only to mask it; None: nobody has said
         self.clears: bool | None = None

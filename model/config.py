@@ -21,7 +21,9 @@ class RopeScaling:
     another ramp, between the pairs that turn beta_fast and beta_slow times in the original context (whole pairs if
     truncate is set), and lengthens queries and keys by attention_factor (Peng et al. 2023, arXiv 2309.00071); kind
     "factors" also divides each frequency by its own entry of factors, which is how a GGUF file stores the result of
-    any such rule.
+    any such rule; kind "longrope" does that alone, with factors or, for texts longer than the original context, with
+    long_factors, and lengthens by attention_factor (Ding et al. 2024, arXiv 2402.13753). Which of the two is decided
+    once for all texts of an engine, see Transformer.fit_texts: keys that are cached have been turned.
 
     Kind "dynamic" changes nothing in the trained context, and there the model's positions end. Past it transformers
     takes frequencies for the length that a step reaches, while cached keys keep those of their own steps: what comes
@@ -31,6 +33,7 @@ class RopeScaling:
     kind: str
     factor: float
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
@@ -49,8 +52,11 @@ class RopeScaling:
                 "rope scaling needs low_freq_factor < high_freq_factor, "
                 f"got {self.low_freq_factor} and {self.high_freq_factor}"
             )
-        if (self.kind == "factors") != bool(self.factors) or not all(0 < each < math.inf for each in self.factors):
-            raise ValueError(f"rope scaling 'factors' needs positive factors, and no other kind any: {self.factors}")
+        for names, found in ((("factors", "longrope"), self.factors), (("longrope",), self.long_factors)):
+            if (self.kind in names) != bool(found) or not all(_positive(each) for each in found):
+                raise ValueError(
+                    f"rope scaling {_one_of(names)} needs positive factors, and no other kind any: {found}"
+                )
         original = self.original_max_seq_len
         if not isinstance(original, int) or isinstance(original, bool) or original < 1:
             raise ValueError(f"rope scaling original_max_seq_len must be a whole number above 0, got {original!r}")
@@ -58,18 +64,23 @@ class RopeScaling:
             raise ValueError(
                 f"rope scaling needs beta_fast >= beta_slow > 0, got {self.beta_fast!r} and {self.beta_slow!r}"
             )
-        if self.attention_factor is not None and not (self.kind == "yarn" and _positive(self.attention_factor)):
+        longer = self.kind in ("yarn", "longrope")
+        if self.attention_factor is not None and not (longer and _positive(self.attention_factor)):
             raise ValueError(
-                "rope scaling attention_factor must be a positive number in 'yarn' and None in every other kind, "
-                f"got {self.attention_factor!r} in {self.kind!r}"
+                "rope scaling attention_factor must be a positive number in 'yarn' or 'longrope' and None in every "
+                f"other kind, got {self.attention_factor!r} in {self.kind!r}"
             )
+        if self.kind == "longrope" and original < 2:
+            raise ValueError("rope scaling original_max_seq_len must be at least 2 in 'longrope', got 1")
 
     @property
     def length(self) -> float:
-        """What queries and keys are multiplied by: YaRN's attention_factor, or the paper's; else 1."""
-        if self.kind != "yarn":
-            return 1.0
-        return yarn_length(self.factor) if self.attention_factor is None else self.attention_factor
+        """What queries and keys are multiplied by: the attention_factor of YaRN or LongRoPE, or the papers'; else 1."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.kind == "longrope":
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_seq_len))
+        return yarn_length(self.factor) if self.kind == "yarn" else 1.0
 
     def reach(self, stated: int) -> int:
         """The positions of a model whose file states this many.
@@ -80,7 +91,7 @@ class RopeScaling:
         return max(stated, int(self.original_max_seq_len * self.factor)) if self.kind == "yarn" else stated
 
 
-_ROPE_KINDS = ("linear", "llama3", "yarn", "dynamic", "factors")
+_ROPE_KINDS = ("linear", "llama3", "yarn", "dynamic", "factors", "longrope")
 
 
 def yarn_length(factor: float, weight: float = 1.0) -> float:
@@ -99,7 +110,7 @@ def _positive(value: object) -> TypeGuard[float]:
 def _one_of(names: tuple[str, ...]) -> str:
     """'a', 'b' or 'c'."""
     *most, last = map(repr, names)
-    return f"{', '.join(most)} or {last}"
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +131,10 @@ class ModelConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # tokens, up to and with its own, that a query sees
+    full_layers: tuple[int, ...] = ()  # where it sees all of them in spite of a window
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -134,15 +147,17 @@ class ModelConfig:
             raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even (rotary pairs), got {self.head_dim}")
-        factors = self.rope_scaling.factors if self.rope_scaling else ()
-        if factors and len(factors) != self.head_dim // 2:
-            raise ValueError(f"rope scaling must have {self.head_dim // 2} factors, one per pair, got {len(factors)}")
+        for found in (self.rope_scaling.factors, self.rope_scaling.long_factors) if self.rope_scaling else ():
+            if found and len(found) != self.head_dim // 2:
+                raise ValueError(f"rope scaling must have {self.head_dim // 2} factors, one per pair, got {len(found)}")
         if self.norm_eps <= 0 or self.rope_theta <= 0:
             raise ValueError(f"norm_eps and rope_theta must be positive, got {self.norm_eps} and {self.rope_theta}")
         if self.rope_scaling and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
             raise ValueError(f"rope_theta must be above 1 if rope scaling is 'yarn', got {self.rope_theta}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1 or None, got {self.sliding_window}")
+        if self.full_layers and (self.sliding_window is None or min(self.full_layers) < 0):
+            raise ValueError(f"full_layers must be layers of a model with a sliding_window, got {self.full_layers}")
 
     @property
     def group_size(self) -> int:
@@ -150,9 +165,9 @@ class ModelConfig:
         return self.n_heads // self.n_kv_heads
 
     @property
-    def n_positions(self) -> int:
-        """Tokens of the longest text that the model can read."""
-        return min(self.max_seq_len, self.sliding_window or self.max_seq_len)
+    def windows(self) -> tuple[int, ...]:
+        """How many tokens, up to and with its own, a query sees in each layer; 0: all."""
+        return tuple(0 if i in self.full_layers else self.sliding_window or 0 for i in range(self.n_layers))
 
     @property
     def n_params(self) -> int:
@@ -160,6 +175,7 @@ class ModelConfig:
         attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
         bias = self.head_dim * (self.n_heads + 2 * self.n_kv_heads) if self.qkv_bias else 0
         bias += self.dim if self.o_bias else 0
+        bias += 2 * self.ffn_dim + self.dim if self.mlp_bias else 0
         norms = 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
         layer = attention + bias + norms + 3 * self.dim * self.ffn_dim
         return self.n_layers * layer + self.dim + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
@@ -189,20 +205,18 @@ class ModelConfig:
         raw = _LEFT_OUT[family] | dict(fields.raw)
         fields = Fields(raw)
         fields.only("hidden_act", "silu" if raw.get("hidden_act") != "swish" else "swish")  # two names of one function
-        fields.only("mlp_bias", False)
-        if family not in ("LlamaForCausalLM", "Qwen2ForCausalLM"):  # Qwen2 has some whatever this field says
+        mlp_biased, biased = (bool(raw.get(name)) and fields.flag(name) for name in ("mlp_bias", "attention_bias"))
+        if family != "LlamaForCausalLM":
+            fields.only("mlp_bias", False)
+        if family in ("MistralForCausalLM", "MinistralForCausalLM"):
             fields.only("attention_bias", False)
-        biased = family == "LlamaForCausalLM" and bool(raw.get("attention_bias")) and fields.flag("attention_bias")
-        if not fields.windowless():
-            fields.only("use_sliding_window", False)
+        biased = biased and family != "Qwen2ForCausalLM"  # which has its own whatever this field says
         fields.only("partial_rotary_factor", 1.0)
         fields.only("quantization", None)  # what MLX writes
         for name in not_neutral(raw, COMPUTES):
             fields.refuse(name, " or ".join(map(repr, ("absent", *COMPUTES[name]))).replace("'absent'", "absent"))
         is_stored_in_float8(raw)  # refuses all else
-        kinds = raw.get("layer_types") or []
-        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            fields.refuse("layer_types", "only 'full_attention'")
+        window, full_layers = fields.windows(family)
 
         dim, n_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
         if raw.get("head_dim") is not None or family == "Qwen3ForCausalLM":
@@ -229,19 +243,23 @@ class ModelConfig:
             tie_embeddings=fields.flag("tie_word_embeddings"),
             qkv_bias=biased or family == "Qwen2ForCausalLM",
             o_bias=biased,
+            mlp_bias=mlp_biased,
             qk_norm=family == "Qwen3ForCausalLM",
-            sliding_window=fields.window() if family == "MistralForCausalLM" else None,
+            sliding_window=window,
+            full_layers=full_layers,
             bos_id=next(iter(fields.ids("bos_token_id")), None),
             eos_ids=fields.ids("eos_token_id"),
         )
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The config.json fields of this shape: from_hugging_face gives the same shape back."""
-        family = _FAMILY_OF.get((self.qkv_bias, self.o_bias, self.qk_norm, self.sliding_window is not None))
-        if family is None:
+        family = _FAMILY_OF.get((self.qkv_bias, self.o_bias, self.qk_norm))
+        if family == "LlamaForCausalLM" and self.sliding_window is not None:
+            family = None if self.o_bias else "MinistralForCausalLM" if self.full_layers else "MistralForCausalLM"
+        if family is None or (self.mlp_bias and family != "LlamaForCausalLM"):
             raise ValueError(
                 "no Hugging Face family has this shape: "
-                f"qkv_bias {self.qkv_bias}, o_bias {self.o_bias}, qk_norm {self.qk_norm}, "
+                f"qkv_bias {self.qkv_bias}, o_bias {self.o_bias}, mlp_bias {self.mlp_bias}, qk_norm {self.qk_norm}, "
                 f"sliding_window {self.sliding_window}"
             )
         raw: dict[str, Any] = {
@@ -263,10 +281,16 @@ class ModelConfig:
             "bos_token_id": self.bos_id,
             "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids) or None,
         }
-        if family == "MistralForCausalLM":
+        if self.sliding_window is not None:
             raw["sliding_window"] = self.sliding_window
+            if family != "MistralForCausalLM":
+                raw["layer_types"] = ["sliding_attention" if one else "full_attention" for one in self.windows]
+            if family in _QWEN:
+                raw["use_sliding_window"] = True
+        if family in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
+            raw["attention_bias"] = self.o_bias
         if family == "LlamaForCausalLM":
-            raw |= {"attention_bias": self.o_bias, "mlp_bias": False}
+            raw["mlp_bias"] = self.mlp_bias
         if self.rope_scaling is not None:
             raw["rope_scaling"] = self._rope_fields(self.rope_scaling)
         return raw
@@ -284,35 +308,40 @@ class ModelConfig:
                 if reach > self.max_seq_len:
                     raise ValueError(f"a config.json of this YaRN means {reach:,} positions, not {self.max_seq_len:,}")
                 raw |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
-                raw |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+            case "longrope":
+                raw |= {"short_factor": list(scaling.factors), "long_factor": list(scaling.long_factors)}
+        raw |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
         if scaling.kind not in ("linear", "dynamic"):
             raw["original_max_position_embeddings"] = scaling.original_max_seq_len
         return raw
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "ministral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+_QWEN = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 # family -> what transformers takes where its config.json leaves a field out. Its own sizes are not taken: no file means
 # them; and tokens that begin and end a text are the tokenizer's then.
 _LEFT_OUT: dict[str, dict[str, Any]] = {
-    family: {"rms_norm_eps": 1e-6, "max_position_embeddings": positions, **more}
+    family: {"rms_norm_eps": 1e-6, "max_position_embeddings": positions, "sliding_window": 4096, **more}
     for family, positions, more in (
         ("LlamaForCausalLM", 2048, {}),
-        ("MistralForCausalLM", 131072, {"num_key_value_heads": 8, "sliding_window": 4096}),
+        *((name, 131072, {"num_key_value_heads": 8}) for name in ("MistralForCausalLM", "MinistralForCausalLM")),
         ("Qwen2ForCausalLM", 32768, {"num_key_value_heads": 32, "max_window_layers": 28}),
         ("Qwen3ForCausalLM", 32768, {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28}),
     )
 }
-_FAMILY_OF = {  # (qkv_bias, o_bias, qk_norm, sliding window)
-    (False, False, False, False): "LlamaForCausalLM",
-    (True, True, False, False): "LlamaForCausalLM",
-    (False, False, False, True): "MistralForCausalLM",
-    (True, False, False, False): "Qwen2ForCausalLM",
-    (False, False, True, False): "Qwen3ForCausalLM",
+_FAMILY_OF = {  # (qkv_bias, o_bias, qk_norm)
+    (False, False, False): "LlamaForCausalLM",
+    (True, True, False): "LlamaForCausalLM",
+    (True, False, False): "Qwen2ForCausalLM",
+    (False, False, True): "Qwen3ForCausalLM",
+    (True, True, True): "Qwen3ForCausalLM",
 }
 
 
@@ -347,11 +376,11 @@ class Fields:
         if self.raw.get(name) not in (None, allowed):
             self.refuse(name, f"{allowed!r}" if allowed is not None else "absent: only float weights can be read")
 
-    def whole(self, name: str) -> int:
-        """A whole number from 1 to MOST."""
+    def whole(self, name: str, least: int = 1) -> int:
+        """A whole number from the least to MOST."""
         value = self.raw.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-            self.refuse(name, f"a whole number of at least 1 and at most {MOST:,}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+            self.refuse(name, f"a whole number of at least {least} and at most {MOST:,}")
         return value
 
     def number(self, name: str) -> float:
@@ -366,6 +395,13 @@ class Fields:
         value = self.raw.get(name)
         absent = value is None or (value == 0 and not isinstance(value, bool))
         return default if absent else self.number(name)
+
+    def numbers_of(self, name: str) -> tuple[float, ...]:
+        """A list of positive numbers."""
+        value = self.raw.get(name)
+        if not isinstance(value, list) or not value or not all(_positive(each) for each in value):
+            self.refuse(name, "a list of positive numbers")
+        return tuple(map(float, value))
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false; the default if it is absent."""
@@ -383,9 +419,26 @@ class Fields:
             self.refuse("architectures", f"one of {', '.join(_FAMILIES)}")
         return str(names[0])
 
-    def window(self) -> int | None:
-        """The sliding window, None if there is none."""
-        return None if self.raw["sliding_window"] is None else self.whole("sliding_window")
+    def windows(self, family: str) -> tuple[int | None, tuple[int, ...]]:
+        """The sliding window, None if there is none, and the layers that see all in spite of it.
+
+        As transformers reads them: of Llama no layer has one, of Mistral all do, whatever layer_types says; of others
+        those that it names, or all, of Qwen from max_window_layers on, and only if use_sliding_window is set.
+        """
+        n, kinds = self.whole("num_hidden_layers"), self.raw.get("layer_types")
+        if family == "LlamaForCausalLM":
+            self.only("use_sliding_window", False)
+        used = self.flag("use_sliding_window") if family in _QWEN else family != "LlamaForCausalLM"
+        window = self.whole("sliding_window") if used and self.raw["sliding_window"] is not None else None
+        if not kinds:
+            first = self.whole("max_window_layers", 0) if window is not None and family in _QWEN else 0
+            return (None, ()) if window is None or first >= n else (window, tuple(range(first)))
+        known = (FULL,) if window is None else (SLIDING,) if family == "MistralForCausalLM" else (FULL, SLIDING)
+        if not isinstance(kinds, list) or len(kinds) != n or any(kind not in known for kind in kinds):
+            names = " and ".join(map(repr, known)) + (" where no sliding_window is used" if window is None else "")
+            self.refuse("layer_types", f"a list of {n}, one a layer, of {names} in a {family}")
+        full = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
+        return (None, ()) if len(full) == n else (window, full)
 
     def chunk(self) -> int:
         """Positions up to which dual chunk attention (Qwen2.5-1M, arXiv 2501.15383) is plain attention."""
@@ -397,11 +450,6 @@ class Fields:
         inner = Fields(raw, "dual_chunk_attention_config: ")
         size, local = inner.whole("chunk_size"), inner.whole("local_size")
         return size - local if local < size else inner.refuse("local_size", f"below chunk_size, {size}")
-
-    def windowless(self) -> bool:
-        """Whether Qwen's sliding window begins after the last layer, so that use_sliding_window has no effect."""
-        first, n_layers = self.raw.get("max_window_layers"), self.raw.get("num_hidden_layers")
-        return isinstance(first, int) and isinstance(n_layers, int) and first >= n_layers
 
     def ids(self, name: str) -> tuple[int, ...]:
         """Token ids: none, one or a list of them."""
@@ -449,8 +497,20 @@ class Fields:
                     truncate=inner.flag("truncate", True),
                     attention_factor=inner.attention_factor(factor),
                 )
+            case "longrope":
+                whole = inner.whole(original)
+                ratio = max(1.0, self.whole("max_position_embeddings") / whole)  # as transformers has it
+                stated = inner.raw.get("attention_factor")
+                return theta, RopeScaling(
+                    kind="longrope",
+                    factor=inner.number_or("factor", ratio),
+                    factors=inner.numbers_of("short_factor"),
+                    long_factors=inner.numbers_of("long_factor"),
+                    original_max_seq_len=whole,
+                    attention_factor=None if stated is None else inner.number("attention_factor"),
+                )
             case _:
-                inner.refuse(key, "'default', 'linear', 'llama3', 'yarn' or 'dynamic'")
+                inner.refuse(key, "'default', 'linear', 'llama3', 'yarn', 'longrope' or 'dynamic'")
 
     def attention_factor(self, factor: float) -> float | None:
         """YaRN's, as transformers finds it: the field, else by mscale and mscale_all_dim if both are present.

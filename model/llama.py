@@ -6,6 +6,7 @@ Shapes: B batch, T tokens in this call, D model width, F feed-forward width, V v
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -67,8 +68,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w_in = nn.Linear(config.dim, 2 * config.ffn_dim, bias=False)
-        self.w_out = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w_in = nn.Linear(config.dim, 2 * config.ffn_dim, bias=config.mlp_bias)
+        self.w_out = nn.Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
@@ -98,6 +99,7 @@ class Transformer(nn.Module):
     """Tokens and positions in, next-token logits out; prefill, decode, verify and draft differ only in `kv`."""
 
     rope_freqs: Tensor
+    reads_long: bool | None = None  # whether it has been fitted to long texts; None: to none, see fit_texts
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -121,6 +123,32 @@ class Transformer(nn.Module):
         if self.rope_freqs.dtype.itemsize < torch.float32.itemsize <= before.dtype.itemsize and not before.is_meta:
             self.rope_freqs = before.to(self.rope_freqs.device)
         return self
+
+    def fit_texts(self, longest: int) -> None:
+        """Turn keys as texts of up to so many tokens need it, where that depends on it: longrope's two lists.
+
+        The rule is that of vLLM and llama.cpp. By that of transformers, the length that a text has reached, queries
+        would be turned otherwise than cached keys. A warning says that short texts are read as long ones; ValueError if
+        the model was fitted to texts of the other kind: an engine may be running it.
+        """
+        scaling = self.config.rope_scaling
+        if scaling is None or scaling.kind != "longrope":
+            return
+        original = scaling.original_max_seq_len
+        is_long = longest > original
+        if self.reads_long not in (None, is_long):
+            raise ValueError(
+                f"max_seq_len {longest:,} needs other factors of longrope than an engine runs this model with, those "
+                f"for {'up to' if is_long else 'over'} {original:,} tokens: load it again"
+            )
+        if is_long and self.reads_long is None:
+            warnings.warn(
+                f"max_seq_len {longest:,} is over the {original:,} tokens up to which longrope has factors for short "
+                f"texts: all are read with those for long ones (max_seq_len {original:,} reads all with the others)",
+                stacklevel=1,  # the same line for a draft model
+            )
+        self.reads_long = is_long
+        self.rope_freqs = rope_frequencies(self.config, longest).to(self.rope_freqs.device)
 
     def first_layers(self, n: int) -> Transformer:
         """A model of the first n layers with the same embedding, norm and head; the weights are shared, not copied."""

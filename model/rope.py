@@ -13,8 +13,11 @@ from torch import Tensor
 from .config import ModelConfig, RopeScaling
 
 
-def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position of each rotary pair, fp32 [H // 2], scaling applied."""
+def rope_frequencies(config: ModelConfig, longest: int | None = None) -> Tensor:
+    """Radians per position of each rotary pair, fp32 [H // 2], scaling applied.
+
+    longest: tokens of the longest text that they shall serve; None: as many as the model has positions.
+    """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     periods = config.rope_theta**exponent  # [H // 2]
     freqs = 1.0 / periods
@@ -25,6 +28,9 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         return freqs / scaling.factor
     if scaling.kind == "factors":
         return freqs / torch.tensor(scaling.factors) / scaling.factor
+    if scaling.kind == "longrope":
+        is_long = (longest or config.max_seq_len) > scaling.original_max_seq_len
+        return 1.0 / (torch.tensor(scaling.long_factors if is_long else scaling.factors) * periods)
     if scaling.kind == "yarn":
         keep = 1 - _yarn_ramp(config.head_dim, config.rope_theta, scaling)
         return 1.0 / (scaling.factor * periods) * (1 - keep) + freqs * keep
@@ -56,7 +62,7 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
 def rope_cos_sin(pos: Tensor, freqs: Tensor, length: float = 1.0) -> tuple[Tensor, Tensor]:
     """cos and sin of every (position, pair) angle, times length: pos [B, T], freqs [H // 2] -> fp32 [B, T, 1, H // 2].
 
-    So rotating by them makes a query or key `length` times as long, as YaRN requires.
+    So rotating by them makes a query or key `length` times as long, as YaRN and LongRoPE require.
     """
     angle = pos.float()[..., None, None] * freqs  # [B, T, 1, H // 2]
     cos, sin = angle.cos(), angle.sin()

@@ -5,10 +5,12 @@
     torchrun --nproc_per_node=8 scripts/batch.py in.jsonl out.jsonl --model meta-llama/Llama-3.1-8B --tp 2
 
 A line of the input is {"prompt": text or [token ids]} or {"messages": [{"role": ..., "content": ...}]}; it may have an
-id, which comes back with its output, and set max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos or
-max_drafts for itself. Blank lines are skipped. A line of the output is
+id, which comes back with its output, and set max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos,
+max_drafts or n for itself. Blank lines are skipped. A line of the output is
 
     {"index": line of the input from 0, "id": ..., "tokens": [...], "text": ..., "finish_reason": ..., "stats": {...}}
+
+and of a line with n completions {"index": ..., "id": ..., "completions": [{"tokens": [...], ...}, ...]}.
 
 A line that cannot be continued (no JSON, unknown keys, too long, ...) goes to OUT.rejects.jsonl with its number and the
 reason, and the others go on; so does one on which the engine fails, alone too. Without a seed of its own a sampled line
@@ -39,7 +41,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,13 +74,12 @@ from inputs.ruler import RULER
 from inputs.sources import HUB
 from journal import Files, Log, beside, indices, lock_of
 from measuring.ledger import as_json
-from records import Encoder, Record, as_record, own
+from records import LONGEST_LINE, Encoder, Record, as_record, n_of, own
 
 PROGRAM = "batch.py"
 AHEAD = 16  # lines per slot that may be read before the oldest of them is written, where the order of the input is kept
 BEGINNING = 1 << 24  # bytes of a GGUF file: a header with a vocabulary of 128k has 8 MB
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
-LONGEST_LINE = 2**26  # bytes: more than any model has positions for
 REJECTED = 4  # exit code
 PROBE = SamplingParams(max_tokens=4, ignore_eos=True)  # of one token, to see whether the engine works at all
 
@@ -86,14 +87,23 @@ PROBE = SamplingParams(max_tokens=4, ignore_eos=True)  # of one token, to see wh
 # ---- the lines -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Task:
-    """One line of the input, checked."""
+    """One line of the input, checked, and what there is of its completions."""
 
     index: int
     id: Any
     prompt: list[int]
-    params: SamplingParams
+    params: list[SamplingParams]  # of each completion
+    several: bool  # whether the line says how many
+    begun: int = 0
+    found: dict[int, Completion] = field(default_factory=dict)
+
+    @property
+    def record(self) -> Record:
+        """Its line of the output, once all are found."""
+        each = [{k: v for k, v in as_record(self.found[i]).items() if k != "index"} for i in range(len(self.params))]
+        return {"index": self.index, "id": self.id, **({"completions": each} if self.several else each[0])}
 
 
 @dataclass(frozen=True)
@@ -121,14 +131,14 @@ class Reader:
         prompt, changes = self.encoder.record(record, "the line"), own(record)
         if changes.get("seed") is None:
             changes["seed"] = (self.seed + index) % 2**63
-        params = dataclasses.replace(self.common, **changes)
+        params, n = dataclasses.replace(self.common, **changes), n_of(record)
         total = len(prompt) + params.max_tokens
         if total > self.room:
             raise ValueError(
                 f"too long: {len(prompt):,} tokens and max_tokens {params.max_tokens:,} are {total:,}, "
                 f"over --max-seq-len {self.room:,}"
             )
-        return Task(index, name, prompt, params)
+        return Task(index, name, prompt, params.samples(1 if n is None else n), n is not None)
 
 
 @dataclass(frozen=True)
@@ -208,7 +218,7 @@ class Writer:
         self._held: dict[int, Record] = {}  # finished before one of those ahead of them
 
     def expect(self, task: Task) -> None:
-        """Expect its completion next."""
+        """Expect its completions next."""
         self._expected.append(task.index)
 
     @property
@@ -216,20 +226,17 @@ class Writer:
         """Number of lines that were read and are not written yet, finished or not."""
         return len(self._expected)
 
-    def finished(self, task: Task, completion: Completion) -> None:
+    def finished(self, task: Task) -> None:
         """Write it, or keep it until those before it are written."""
-        record = {"index": task.index, "id": task.id} | {
-            key: value for key, value in as_record(completion).items() if key != "index"
-        }
         if not self.ordered:
             self._expected.remove(task.index)
-            self._write(record)
+            self._write(task.record)
             return
-        self._held[task.index] = record
+        self._held[task.index] = task.record
         self._write_held()
 
     def dropped(self, task: Task) -> None:
-        """Expect its completion no more, and write those that waited for it."""
+        """Expect its completions no more, and write those that waited for it."""
         self._expected.remove(task.index)
         self._write_held()
 
@@ -276,7 +283,7 @@ def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, w
     if it does so with PROBE, too: then it is not the line. Errors of an engine in several processes,
     which do not fail together, are left as they are.
     """
-    under_way: dict[int, Task] = {}  # by the number of the prompt in this stream
+    under_way: dict[int, tuple[Task, int]] = {}  # by the number of the prompt in this stream; which completion
     n_tokens, started, numbers = 0, time.perf_counter(), count()
     own: list[Exception] = []  # errors of what reads the lines, which are not the engine's
 
@@ -286,16 +293,18 @@ def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, w
                 continue
             try:
                 task = reader.task(index, raw)
-                engine.check([task.prompt], [task.params])
+                engine.check([task.prompt], task.params[:1])
             except Exception as error:  # whatever a line causes is no reason to end the run
                 writer.rejected(index, raw, sentence(error).replace("prompt 0", "the prompt"))
                 bar.update()
                 continue
             while writer.ordered and writer.unwritten >= AHEAD * engine.config.batch_size:
                 yield None  # after a round, one more may be written
-            under_way[next(numbers)] = task
             writer.expect(task)
-            yield task.prompt, task.params
+            while task.begun < len(task.params):
+                under_way[next(numbers)] = task, task.begun
+                task.begun += 1
+                yield task.prompt, task.params[task.begun - 1]
 
     def read() -> Iterator[tuple[list[int], SamplingParams] | None]:
         try:
@@ -317,14 +326,19 @@ def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, w
         for event in events(source):
             if event.completion:
                 n_tokens += len(event.completion.tokens)
-                writer.finished(under_way.pop(event.index), event.completion)
+                task, i = under_way.pop(event.index)
+                task.found[i] = event.completion
                 bar.set_postfix_str(f"{n_tokens / (time.perf_counter() - started):,.0f} tokens/s", refresh=False)
-                bar.update()
+                if len(task.found) == len(task.params):
+                    writer.finished(task)
+                    bar.update()
 
     def work_alone(task: Task) -> None:
-        under_way[0] = task
+        left = [i for i in range(len(task.params)) if i not in task.found]
+        under_way.update((at, (task, i)) for at, i in enumerate(left))
+        task.begun = len(task.params)
         try:
-            work([(task.prompt, task.params)])
+            work([(task.prompt, task.params[i]) for i in left])
         except EngineFailed as error:
             if error.lost:
                 raise
@@ -342,7 +356,7 @@ def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, w
             if error.lost or not under_way:  # it is none of the lines
                 raise
             print(f"\n{PROGRAM}: the engine failed: {error}; each line is tried alone", file=sys.stderr, flush=True)
-            at = list(under_way.values())
+            at = dict.fromkeys(task for task, _ in under_way.values())
         for task in at:
             under_way.clear()
             work_alone(task)

@@ -68,7 +68,7 @@ def token_losses(model: Transformer, tokens: Tensor) -> Tensor:
     """Next-token losses in nats of one text: tokens [T + 1] -> fp32 [T]."""
     tokens = tokens.to(model.embedding.weight.device)
     pos = torch.arange(len(tokens) - 1, device=tokens.device)[None]  # [1, T]
-    hidden = model.hidden(tokens[None, :-1], pos, CausalSelf())[0]  # [T, D]
+    hidden = model.hidden(tokens[None, :-1], pos, CausalSelf(model.config.windows))[0]  # [T, D]
     blocks = zip(hidden.split(LOGITS_BLOCK), tokens[1:].split(LOGITS_BLOCK), strict=True)
     return torch.cat([F.cross_entropy(model.output(h).float(), t, reduction="none") for h, t in blocks]).cpu()
 
@@ -256,14 +256,14 @@ def run(args: argparse.Namespace) -> None:
     config = read_config(folder)
     tokenizer = prompts.reader_of(args.model, folder, config)
     texts = {path.stem: prompts.tokens_of(path, tokenizer) for path in paths}
-    settle(args, config.n_positions, min(map(len, texts.values())))
+    settle(args, config.max_seq_len, min(map(len, texts.values())))
     longest = max(args.contexts, default=0)
     cuts = {name: stretches(ids, longest, args.stretches, name) for name, ids in texts.items()} if longest else {}
-    needles, lookups = probes_of(args, Cases(tokenizer, texts), config.n_positions)
+    needles, lookups = probes_of(args, Cases(tokenizer, texts), config.max_seq_len)
     if args.reference and read_config(locate(args.reference)).vocab_size != config.vocab_size:
         raise ValueError(f"{args.reference} and {args.model} have different vocabularies: their logits do not compare")
     room = max([longest, NEW_TOKENS * 2, *(len(probe.prompt) + DIGITS for probe in (*needles, *lookups))])
-    room = min(room, config.n_positions)
+    room = min(room, config.max_seq_len)
     how = config_of(EngineConfig, args, max_seq_len=room, compile=args.compile, bodies="fast")
     plain = replace(how, quantize=None, kv_dtype=None)
     compared = args.compared if args.reference or how != plain else 0

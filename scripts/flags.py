@@ -278,8 +278,8 @@ def join(args: argparse.Namespace, alone: str = "") -> Parallel:
 def room_of(args: argparse.Namespace, config: ModelConfig, default: int) -> int:
     """Tokens that a slot holds: --max-seq-len, or the default where the model can; ValueError where it cannot."""
     if args.max_seq_len is None:
-        return min(default, config.n_positions)
-    if args.max_seq_len > config.n_positions:
-        raise ValueError(f"--max-seq-len {args.max_seq_len:,} is over the model's {config.n_positions:,} positions")
+        return min(default, config.max_seq_len)
+    if args.max_seq_len > config.max_seq_len:
+        raise ValueError(f"--max-seq-len {args.max_seq_len:,} is over the model's {config.max_seq_len:,} positions")
     room: int = args.max_seq_len
     return room

@@ -14,7 +14,8 @@ Who drafts is --draft. The target verifies every draft, so a policy changes the 
 POLICIES
 
 A line of --prompts is {"prompt": text}, {"tokens": [ids]} or {"messages": [{"role": ..., "content": ...}]}, and may set
-max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos or max_drafts for itself.
+max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos or max_drafts for itself; with "n": 3 it is
+continued three times.
 
 Under torchrun --tp processes hold one model together; replicas, as many as there are processes for, share the prompts.
 The first process prints; the tokens of its card are the first replica's, the bytes its own.

@@ -42,12 +42,15 @@ def configs(pretrained: str, args: Mapping[str, Any]) -> tuple[EngineConfig, Dra
     given.device = "auto" if given.device == "cuda:0" else given.device  # lm_eval's default, on a CPU too
     given.reference = "reference" if given.reference is True else given.reference
     given.batch_size = int(given.batch_size) if str(given.batch_size).isdecimal() else given.batch_size
-    room = read_config(locate(pretrained)).n_positions if given.max_seq_len is None else given.max_seq_len
+    room = read_config(locate(pretrained)).max_seq_len if given.max_seq_len is None else given.max_seq_len
     return config_of(EngineConfig, given, max_seq_len=room), draft_of(given)
 
 
 def window(context: Sequence[int], continuation: Sequence[int], most: int) -> tuple[list[int], int]:
     """The end of a text of which the model is fed at most so many tokens -> its ids, and how many are scored."""
+    if not 1 <= len(continuation) <= most:
+        n = len(continuation)
+        raise ValueError(f"a continuation must have 1 to {most:,} tokens, as max_seq_len says, got {n:,}")
     return [*context, *continuation][-(most + 1) :], len(continuation)
 
 
@@ -95,9 +98,9 @@ class Harness:
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """(the logarithm of its probability, whether it is the greedy one) of each continuation."""
-        windows = [window(context, continuation, self.max_length) for _, context, continuation in requests]
-        order = sorted(range(len(windows)), key=lambda i: windows[i][0])  # those that begin alike follow each other
         with refusing(PROGRAM):
+            windows = [window(context, continuation, self.max_length) for _, context, continuation in requests]
+            order = sorted(range(len(windows)), key=lambda i: windows[i][0])  # those that begin alike follow each other
             scores = self.engine.score([windows[i][0] for i in order], [windows[i][1] for i in order])
         found = {i: (each.total, bool(each.greedy.all())) for i, each in zip(order, scores, strict=True)}
         for i, (asked, _, _) in enumerate(requests):

@@ -36,7 +36,7 @@ from inputs.rows import holds_prompts, texts_of
 from inputs.ruler import RULER, TASKS, Task
 from inputs.sources import Record, lines_of, prompts_of
 from measuring.ledger import write_whole
-from records import checked, naming, own
+from records import checked, naming, wanted
 
 PROGRAM = "make_prompts.py"
 
@@ -76,7 +76,7 @@ def made(source: Path, args: argparse.Namespace, tokenizer: Tokenizer) -> Iterat
     elif holds_prompts(source, args.fields):
         for where, record in prompts_of(source, args.fields, args.count):
             with naming(where):
-                SamplingParams(**own(record))
+                wanted(record, SamplingParams())
             yield {"id": where} | checked(record, where)
     else:
         if tokens is None:

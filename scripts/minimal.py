@@ -36,11 +36,12 @@ class Cache:
     k: list[Tensor]  # [B, S, K, H] of each layer
     v: list[Tensor]
     seq_len: Tensor  # int64 [B]
+    windows: tuple[int, ...]  # of each layer: the latest entries that a query sees; 0: all
     places: Tensor | None = None  # int64 [B, M], the entries that a draft reads; None: all of them
 
     def rows(self, which: slice | list[int]) -> "Cache":
         """Some of the rows: of a slice the same memory, of a list a copy."""
-        return Cache([k[which] for k in self.k], [v[which] for v in self.v], self.seq_len[which])
+        return Cache([k[which] for k in self.k], [v[which] for v in self.v], self.seq_len[which], self.windows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store k, v [B, K, T, H] at pos [B, T], then attend, never to later ones: q [B, N, T, H] -> [B, N, T, H]."""
@@ -50,7 +51,8 @@ class Cache:
         places = torch.arange(int(pos.max()) + 1, device=pos.device)[None] if self.places is None else self.places
         listed = (slice(None), slice(places.shape[1])) if self.places is None else (row, places)  # a view, or a copy
         keys, values = keys[listed].transpose(1, 2), values[listed].transpose(1, 2)  # [B, K, M, H]
-        seen = (places[:, None] <= pos[..., None])[:, None]  # [B, 1, T, M]
+        behind = pos[..., None] - places[:, None]  # [B, T, M]
+        seen = ((behind >= 0) & (behind < (self.windows[layer] or self.k[layer].shape[1])))[:, None]  # [B, 1, T, M]
         return F.scaled_dot_product_attention(q, keys, values, seen, enable_gqa=True)
 
 
@@ -124,7 +126,7 @@ def generate(
     like, config, longest = model.embedding.weight, model.config, max(N_SINK, max(map(len, prompts)) + max_tokens)
     shape = len(prompts), longest + gamma, config.n_kv_heads, config.head_dim  # [B, S, K, H]
     k, v = ([like.new_zeros(shape) for _ in range(config.n_layers)] for _ in "kv")
-    cache = Cache(k, v, torch.tensor([len(prompt) - 1 for prompt in prompts], device=like.device))
+    cache = Cache(k, v, torch.tensor([len(prompt) - 1 for prompt in prompts], device=like.device), config.windows)
     for row, prompt in enumerate(prompts):  # prefill all but the last token, which is pending
         ids = torch.tensor(prompt, device=like.device)
         for start in range(0, len(prompt) - 1, CHUNK):
@@ -179,8 +181,8 @@ def main(argv: list[str] | None = None) -> None:
         for i, n in enumerate(map(len, prompts)):
             if n == 0:
                 raise ValueError(f"prompt {i} is empty")
-            if n + args.max_new_tokens > config.n_positions:
-                raise ValueError(f"prompt {i} has {n:,} tokens: with the new ones, {config.n_positions:,} fit")
+            if n + args.max_new_tokens > config.max_seq_len:
+                raise ValueError(f"prompt {i} has {n:,} tokens: with the new ones, {config.max_seq_len:,} fit")
         model = load_model(folder, dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32)
     except (OSError, ValueError) as error:
         parser.exit(2, f"minimal.py: {error}\n")

@@ -72,8 +72,8 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Cells, dict[Setting, Draf
     drafts, longest = {setting: setting.draft(args.gamma, common) for setting in settings}, max(args.lengths)
     folder = locate(args.model)
     config = read_config(folder)
-    if longest > config.n_positions:
-        raise ValueError(f"prompts of {longest:,} tokens are over the model's {config.n_positions:,} positions")
+    if longest > config.max_seq_len:
+        raise ValueError(f"prompts of {longest:,} tokens are over the model's {config.max_seq_len:,} positions")
     tokenizer = prompts.reader_of(args.model, folder, config)
     texts = texts_of(args.text, tokenizer)
     for name, ids in texts.items():

@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 system, policies, args.budget, args.gamma, args.draft_model, kept.measured, args.draft_quantize,
                 args.draft_kv_bits,
             )  # fmt: skip
-            contexts = args.context or [max(1, min(8000, system.model.n_positions - system.room))]
+            contexts = args.context or [max(1, min(8000, system.model.max_seq_len - system.room))]
             estimate = args.estimate or ("roofline" if args.device in (None, "this") else "expected")
             document = plan(system, drafts, kept, args.batch, contexts, estimate)
             document["settings"]["model"] = args.model

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from gpt_fast_sd import Completion, SamplingParams
+from gpt_fast_sd import Completion, Engine, SamplingParams, TokenEvent
 from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer
+from gpt_fast_sd.serving import Penalties
 from gpt_fast_sd.serving.logprobs import TokenLogprobs
 from inputs.prompts import read_text
 from inputs.sources import OURS, as_ours, prompts_of
 
 Record = dict[str, Any]
+NOTHING = TokenLogprobs(0.0)  # of a token that nothing precedes
+LONGEST_LINE = 2**26  # bytes, also of a request: more than any model has positions for
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "max_drafts",
               "stop_token_ids", "logprobs")  # fmt: skip
 
@@ -73,7 +77,7 @@ class Encoder:
 
 def checked(record: Record, where: str) -> Record:
     """The record, if a line may hold it, whatever the model; ValueError."""
-    allowed = {*OURS, *PER_PROMPT, "speculate", "id"}
+    allowed = {*OURS, *PER_PROMPT, *Penalties.NAMES, "speculate", "id", "n"}
     if len({*OURS} & set(record)) != 1:
         raise ValueError(f"{where} must be a JSON object with exactly one of prompt, tokens and messages")
     if unknown := sorted(set(record) - allowed):
@@ -103,6 +107,8 @@ def own(record: Record) -> Record:
     if record.keys().isdisjoint(OURS):
         return {}
     found = {key: record[key] for key in PER_PROMPT if key in record}
+    if penalties := Penalties.of(record):
+        found["processor"] = penalties
     if "speculate" in record:
         if not isinstance(record["speculate"], bool) or "max_drafts" in record:
             raise ValueError(
@@ -110,6 +116,17 @@ def own(record: Record) -> Record:
             )
         found["max_drafts"] = None if record["speculate"] else 0
     return found
+
+
+def n_of(record: Record) -> int | None:
+    """How many completions a line asks for, if its form is ours and it does."""
+    return None if record.keys().isdisjoint(OURS) else record.get("n")
+
+
+def wanted(record: Record, common: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each continuation that a line asks for, common's where it says nothing; ValueError."""
+    n = n_of(record)
+    return replace(common, **own(record)).samples(1 if n is None else n)
 
 
 def read_document(path: Path | None) -> str:
@@ -129,41 +146,84 @@ def as_record(completion: Completion) -> Record:
     return {**found, "stats": completion.stats.as_dict(), **({"logprobs": each} if each else {})}
 
 
-def logprobs_of(
-    tokenizer: Tokenizer | None, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, chat: bool
-) -> Any:
-    """Log-probabilities of tokens in OpenAI's form: of a chat an object each, else lists; None if there are none."""
+def logprobs_of(tokenizer: Tokenizer | None, one: Completion | TokenEvent, *, chat: bool, start: int = 0) -> Any:
+    """Log-probabilities of its tokens in OpenAI's form: of a chat an object each, else lists; None if there are none.
+
+    start: characters of the text's tokens before them. A token without one, which nothing precedes, has null.
+    """
 
     def data(token: int) -> bytes:
         return tokenizer.token_bytes(token) if tokenizer else f"token_id:{token}".encode()
 
-    def named(token: int, logprob: float) -> Record:
+    def named(token: int, logprob: float | None) -> Record:
         text = data(token)
         return {"token": text.decode("utf-8", "replace"), "bytes": list(text), "logprob": logprob}
 
-    each = [(named(token, one.logprob), [named(*other) for other in one.top])
-            for token, one in zip(tokens, found, strict=False)]  # fmt: skip
+    each = [(named(token, None if one is NOTHING else one.logprob), [named(*other) for other in one.top])
+            for token, one in zip(one.tokens, one.logprobs, strict=False)]  # fmt: skip
     if chat or not each:
         return {"content": [one | {"top_logprobs": top} for one, top in each]} if each else None
+    ends = accumulate((len(one["token"]) for one, _ in each), initial=start)
     return {
-        "tokens": [one["token"] for one, _ in each], "token_logprobs": [one["logprob"] for one, _ in each],
-        "top_logprobs": [{other["token"]: other["logprob"] for other in [*reversed(top), one]} for one, top in each],
+        "text_offset": [*ends][:-1], "tokens": [one["token"] for one, _ in each],
+        "token_logprobs": [one["logprob"] for one, _ in each],
+        "top_logprobs": [{other["token"]: other["logprob"] for other in [*reversed(top), one]}
+                         if one["logprob"] is not None else None for one, top in each],
     }  # fmt: skip
+
+
+def echo_of(engine: Engine, ids: Sequence[int], given: str | Sequence[int], top: int | None) -> TokenEvent:
+    """A prompt as if it had been emitted, with log-probabilities unless top is None; the first token has none."""
+    found = [NOTHING]
+    for scores in engine.score([ids], top=top) if top is not None and len(ids) > 1 else ():
+        best = zip(scores.best_ids.tolist(), scores.best.tolist(), strict=True)
+        likeliest = [tuple(zip(*pair, strict=True)) for pair in best]
+        found += [TokenLogprobs(*one) for one in zip(scores.logprobs.tolist(), likeliest, strict=True)]
+    shown = given if isinstance(given, str) else engine.tokenizer.decode(ids) if engine.tokenizer else ""
+    return TokenEvent(
+        index=0, tokens=[*ids], text=shown, pieces=[], sources=[], drafted=0, accepted=0,
+        logprobs=found if top is not None else [],
+    )  # fmt: skip
+
+
+def joined(echo: TokenEvent, completion: Completion) -> Completion:
+    """A completion behind its prompt."""
+    tokens, logprobs = [*echo.tokens, *completion.tokens], [*echo.logprobs, *completion.logprobs]
+    return replace(completion, text=echo.text + completion.text, tokens=tokens, logprobs=logprobs)
+
+
+def usage_of(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Record:
+    """In OpenAI's form tokens in and out, and what became of the drafts."""
+    given, made = sum(map(len, prompts)), sum(len(one.tokens) for one in completions)
+    counts = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+    rounds, drafted, kept = (sum(getattr(c.stats, n) for c in completions) for n in ("rounds", "drafted", "accepted"))
+    details = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": drafted - kept, "rounds": rounds}
+    return counts | {"completion_tokens_details": details}
 
 
 def requests_of(path: Path, fields: Sequence[str] = ()) -> list[str]:
     """The texts of a source as they are printed before their answers: of a conversation the last message."""
-    records = [record for _, record in prompts_of(path, fields)]
+    records = [record for _, record in _each_of(path, fields)]
     return [f"> {r['prompt'] if 'prompt' in r else r['messages'][-1].get('content')}" for r in records]
 
 
+def _each_of(path: Path, fields: Sequence[str]) -> list[tuple[str, Record]]:
+    """Where a source's rows stand and what they hold, as often as they are continued."""
+    return [row for row in prompts_of(path, fields) for _ in range(n_of(row[1]) or 1)]
+
+
 def read_lines(path: Path, encoder: Encoder, common: SamplingParams) -> tuple[list[list[int]], list[SamplingParams]]:
-    """The prompts of a source as token ids, and the parameters of each: common's where a row says nothing."""
+    """The prompts of a source as token ids, and the parameters of each: common's where a row says nothing.
+
+    One whose row asks for n completions comes n times.
+    """
     prompts, params = [], []
     for where, record in prompts_of(path, encoder.fields):
-        prompts.append(replace(encoder, fields=()).record(record, where))
+        ids = replace(encoder, fields=()).record(record, where)
         with naming(where):
-            params.append(replace(common, **own(record)))
+            each = wanted(record, common)
+        prompts += [ids] * len(each)
+        params += each
     return prompts, params
 
 
@@ -181,11 +241,11 @@ def check_prompts(
     """
 
     def name(i: int) -> str:
-        return prompts_of(source, fields)[i][0] if source else f"prompt {i}"
+        return _each_of(source, fields)[i][0] if source else f"prompt {i}"
 
     limit, whose = max_seq_len, "as --max-seq-len says"
     if limit is None:
-        limit, whose = config.n_positions, "the positions that the model has"
+        limit, whose = config.max_seq_len, "the positions that the model has"
     for i, (ids, p) in enumerate(zip(prompts, params, strict=True)):
         if (total := len(ids) + p.max_tokens) > limit:
             raise ValueError(

@@ -4,10 +4,11 @@
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The harbour was", "stream": true}'
 
 POST /v1/completions takes a prompt (a text, a list of token ids, or a list of several) and /v1/chat/completions
-messages; both take what READ and ALLOWED name, with that API's defaults, but a chat may go on to the end of its slot.
-What is not computed here is refused by its name. GET /v1/models names the model, /health counts idle slots and the
-queue, and measures the engine since it was last idle. SIGTERM and Ctrl-C end the server: new requests are refused,
-those at work have --grace seconds, or none after a second signal. Exit code: 0 it was ended, 2 nonsense, 1 it failed.
+messages; both take what READ and ALLOWED of asked.py name, with that API's defaults, but a chat may go on to the end of
+its slot. What is not computed here is refused by its name. GET /v1/models names the model, /health counts idle slots
+and the queue, and measures the engine since it was last idle. SIGTERM and Ctrl-C end the server: new requests are
+refused, those at work have --grace seconds, or none after a second signal. Exit code: 0 it was ended, 2 nonsense, 1 it
+failed.
 """
 
 from __future__ import annotations
@@ -22,20 +23,19 @@ import json
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
-from uuid import uuid4
 
 from common import ProgressLine, parser_of, refusing, sentence, started
+from asked import Asked, Refused
 from flags import add_engine_flags, add_flags, config_of, count, draft_of, join, positive, real, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import locate
-from gpt_fast_sd.model import Tokenizer, parse_json, read_config
+from gpt_fast_sd.model import read_config
 from gpt_fast_sd.serving.service import Submission
-from records import Encoder, logprobs_of
+from records import LONGEST_LINE, Encoder, echo_of, joined, usage_of
 
 with contextlib.suppress(ImportError):  # prepare says so
     import uvicorn
@@ -46,25 +46,6 @@ with contextlib.suppress(ImportError):  # prepare says so
 
 PROGRAM = "serve.py"
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
-SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "max_drafts"}
-READ = {*SAMPLING, "max_tokens", "model", "logprobs", "prompt"}
-READ_OF_CHATS = READ - {"prompt", "logprobs"} | {"messages", "max_completion_tokens", "top_logprobs"}
-CHANGE_NOTHING = {"user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key"}
-ALLOWED: dict[str, tuple[object, ...]] = {  # fields that may have these values, and no others
-    "stream": (False, True), "stream_options": ({}, {"include_usage": False}, {"include_usage": True}),
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},),
-    "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "logit_bias": ({},), "tools": ([],),
-    "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True), "logprobs": (False, True),
-}  # fmt: skip
-
-
-class Refused(Exception):
-    """What a client is told in place of an answer, in OpenAI's form."""
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
-        self.status, self.document = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def answer_of(document: object, status: int = 200) -> Response:
@@ -80,65 +61,6 @@ def refused(_: Request, error: Exception) -> Response:
     return answer_of(error.document, error.status)
 
 
-class Asked:
-    """A request that makes sense and is supported, as far as that is seen without the engine; else Refused."""
-
-    def __init__(self, body: bytes, model: str, tokenizer: Tokenizer | None, *, chat: bool) -> None:
-        try:
-            record = parse_json(body.decode(), constants=False)
-            if not isinstance(record, dict):
-                raise ValueError(f"got {record!r:.80}")
-        except ValueError as error:
-            raise Refused(f"the body must be a JSON object in UTF-8: {error}") from None
-        record = {name: value for name, value in record.items() if value is not None}
-        prompt = "messages" if chat else "prompt"
-        for name in sorted(record.keys() - (READ_OF_CHATS if chat else READ) - CHANGE_NOTHING):
-            allowed = [json.dumps(value) for value in ALLOWED.get(name, ())]
-            if json.dumps(record[name]) not in allowed:
-                said = f"must be {' or '.join(allowed)}, or left out" if allowed else "is not supported: leave it out"
-                raise Refused(f"{name} {said}", name, "unsupported_value" if allowed else "unsupported_parameter")
-        if record.get("model", model) != model:
-            raise Refused(f"there is no such model here, but {model!r}", "model", "model_not_found", 404)
-        if prompt not in record:
-            raise Refused(f"{prompt} is missing", prompt)
-        if "max_tokens" in record and "max_completion_tokens" in record:
-            raise Refused("max_tokens and max_completion_tokens mean the same: give one of them", "max_tokens")
-        self.max_tokens = record.get("max_completion_tokens", record.get("max_tokens"))
-        given = {"temperature": 1.0} | {name: record[name] for name in SAMPLING if name in record}
-        wanted = None if record.get("logprobs") is False else record.get("logprobs")
-        if chat and record.get("top_logprobs") and not wanted:
-            raise Refused("top_logprobs needs logprobs true", "top_logprobs")
-        given["logprobs"] = wanted if not (chat and wanted) else record.get("top_logprobs", 0)
-        try:
-            self.params = SamplingParams(max_tokens=1 if self.max_tokens is None else self.max_tokens, **given)
-        except ValueError as error:
-            said = str(error).replace("logprobs", "top_logprobs") if chat else str(error)
-            raise Refused(said, said.split()[0]) from None
-        several = isinstance(record[prompt], list) and any(isinstance(one, str | list) for one in record[prompt])
-        self.prompts = record[prompt] if several and not chat else [record[prompt]]  # of a chat one list of messages
-        self.tokenizer, self.chat, self.stream = tokenizer, chat, record.get("stream", False)
-        self.counted = record.get("stream_options") == {"include_usage": True}
-        self.head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}", "created": int(time.time())}
-        kind = "text_completion" if not chat else "chat.completion.chunk" if self.stream else "chat.completion"
-        self.head |= {"object": kind, "model": model}
-
-    def choice(self, i: int, one: Completion | TokenEvent | None, reason: str | None = None) -> dict[str, Any]:
-        """What a prompt's text has become, or the next piece of it; None: nothing more."""
-        text = one.text if one else ""
-        logprobs = logprobs_of(self.tokenizer, one.tokens, one.logprobs, chat=self.chat) if one else None
-        piece = {"delta": {"content": text}} if self.stream else {"message": {"role": "assistant", "content": text}}
-        return {"index": i, **(piece if self.chat else {"text": text}), "logprobs": logprobs, "finish_reason": reason}
-
-
-def usage_of(prompts: list[list[int]], completions: list[Completion]) -> dict[str, Any]:
-    """Tokens in and out, and what became of the drafts."""
-    given, made = sum(map(len, prompts)), sum(len(one.tokens) for one in completions)
-    counts = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
-    rounds, drafted, kept = (sum(getattr(c.stats, n) for c in completions) for n in ("rounds", "drafted", "accepted"))
-    details = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": drafted - kept, "rounds": rounds}
-    return counts | {"completion_tokens_details": details}
-
-
 class Server:
     """Hands requests to an engine, answers them, and ends in order; all in one event loop, but for encode."""
 
@@ -146,8 +68,7 @@ class Server:
         self.engine, self.model, self.grace = engine, model, grace
         self.encoder, self.slots = Encoder(engine.tokenizer), engine.config.batch_size
         self.most, self.unanswered = self.slots + max_queue, 0  # prompts
-        self.submissions = set[Submission]()
-        self.ending = self.failed = False
+        self.submissions, self.ending, self.failed = set[Submission](), False, False
         post = [Route(f"/v1/{path}", self.post, methods=["POST"]) for path in ("completions", "chat/completions")]
         get = [Route("/v1/models", self.models), Route("/health", self.health)]
         handlers: dict[Any, Any] = dict.fromkeys((Refused, 404, 405, ClientDisconnect, Exception), refused)
@@ -203,12 +124,17 @@ class Server:
 
     async def post(self, request: Request) -> Any:
         """Answer one request, or refuse it."""
-        asked = Asked(await request.body(), self.model, self.engine.tokenizer, chat="chat" in request.url.path)
-        if (n := len(asked.prompts)) > self.most:
-            raise Refused(f"{n:,} prompts are more than the {self.most:,} that may wait at once", "prompt")
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > LONGEST_LINE:
+                raise Refused(f"the body has over {LONGEST_LINE:,} bytes, more than any prompt needs", status=413)
+        asked = Asked(body, self.model, self.engine.tokenizer, chat="chat" in request.url.path)
+        if asked.n > self.most:
+            raise Refused(f"{asked.n:,} completions are more than the {self.most:,} that may wait at once", "prompt")
         if self.ending:
             raise Refused("the server is ending", code="ending", status=503)
-        if self.unanswered + n > self.most:
+        if self.unanswered + asked.n > self.most:
             raise Refused(f"{self.unanswered:,} wait or are at work: try again", code="queue_full", status=429)
         return lambda *to: self.answer(asked, *to)
 
@@ -219,18 +145,20 @@ class Server:
         async def decode() -> None:
             prompts, params = await asyncio.to_thread(self.encode, asked)
             try:
-                submissions.extend(self.engine.submit(prompt, params) for prompt in prompts)
+                echoes = await asyncio.to_thread(self.echoes, asked, prompts)
+                submissions.extend(self.engine.submit(prompt, one) for prompt in prompts for one in params)
             except RuntimeError as error:
                 raise self.fail(error) from error
             self.submissions.update(submissions)
             if asked.stream:
-                return await stream(asked, prompts, self.events(submissions), send)
+                return await stream(asked, prompts, self.events(submissions), send, echoes)
             completions = [event.completion async for _, event in self.events(submissions) if event.completion]
-            choices = [asked.choice(i, one, one.finish_reason) for i, one in enumerate(completions)]
+            whole = [joined(*pair) for pair in zip(echoes, completions, strict=True)] if echoes else completions
+            choices = [asked.choice(i, one, one.finish_reason) for i, one in enumerate(whole)]
             usage = usage_of(prompts, completions)
             await answer_of({**asked.head, "choices": choices, "usage": usage})(scope, receive, send)
 
-        self.unanswered += len(asked.prompts)
+        self.unanswered += asked.n
         try:
             working, left = asyncio.ensure_future(decode()), asyncio.ensure_future(receive())
             await asyncio.wait([working, left], return_when=asyncio.FIRST_COMPLETED)  # the body is read: it is gone
@@ -242,11 +170,11 @@ class Server:
             for one in submissions:
                 one.cancel()
             self.submissions.difference_update(submissions)
-            self.unanswered -= len(asked.prompts)
+            self.unanswered -= asked.n
             self.uvicorn.should_exit |= self.ending and not self.unanswered
 
-    def encode(self, asked: Asked) -> tuple[list[list[int]], SamplingParams]:
-        """In any thread: prompts as token ids that the engine takes, and their parameters; Refused where it cannot."""
+    def encode(self, asked: Asked) -> tuple[list[list[int]], list[SamplingParams]]:
+        """In any thread: prompts as token ids that the engine takes, and how each is continued; Refused where not."""
         name, limit = "messages" if asked.chat else "prompt", self.engine.config.max_seq_len
         try:
             prompts = [
@@ -259,11 +187,17 @@ class Server:
             if longest + wanted > limit:
                 said = f"{longest:,} tokens of {name} and max_tokens {wanted:,} are over the {limit:,} of a slot"
                 raise Refused(said, name, "context_length_exceeded")
-            params = replace(asked.params, max_tokens=wanted)
-            self.engine.check(prompts, params)
+            params = [replace(one, max_tokens=wanted) for one in asked.params]
+            self.engine.check(prompts, params[0])
         except ValueError as error:
-            raise Refused(sentence(error), name) from None
+            raise Refused(sentence(error), "logit_bias" if "logit_bias" in str(error) else name) from None
         return prompts, params
+
+    def echoes(self, asked: Asked, prompts: list[list[int]]) -> list[TokenEvent]:
+        """In any thread: the prompt of each completion, if it is echoed."""
+        top, pairs = asked.params[0].logprobs, zip(prompts, asked.prompts, strict=True)
+        found = [echo_of(self.engine, ids, given, top) for ids, given in pairs] if asked.echo else []
+        return [one for one in found for _ in asked.params]
 
     async def events(self, submissions: list[Submission]) -> AsyncIterator[tuple[int, TokenEvent]]:
         """All events and whose they are, one submission's after another's; Refused if one is cut off."""
@@ -277,27 +211,30 @@ class Server:
                 raise (error if isinstance(error, Refused) else self.fail(error)) from None
 
 
-async def stream(asked: Asked, prompts: list[list[int]], events: AsyncIterator[Any], send: Any) -> None:
-    """Send the events as server-sent ones."""
+async def stream(
+    asked: Asked, prompts: list[list[int]], events: AsyncIterator[Any], send: Any, echoes: Sequence[TokenEvent]
+) -> None:
+    """Send the events, behind the prompts of those that are echoed, as server-sent ones."""
 
     async def say(*choices: dict[str, Any], usage: Any = None, last: str = "") -> None:
-        piece = json.dumps({**asked.head, "choices": choices} | ({"usage": usage} if asked.counted else {}))
-        body = f"data: {last or piece}\n\n".encode()
-        await send({"type": "http.response.body", "body": body, "more_body": not last})
+        piece = json.dumps({**asked.head, "choices": choices} | ({"usage": usage} if asked.counts else {}))
+        await send({"type": "http.response.body", "body": f"data: {last or piece}\n\n".encode(), "more_body": not last})
 
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     completions, last = list[Completion](), "[DONE]"
     try:
-        if asked.chat:
-            await say(asked.choice(0, None) | {"delta": {"role": "assistant", "content": ""}})
+        for i in range(asked.n if asked.chat else 0):
+            await say(asked.choice(i, None) | {"delta": {"role": "assistant", "content": ""}})
+        for i, echo in enumerate(echoes):
+            await say(asked.choice(i, echo))
         async for i, event in events:
             if event.text or event.logprobs:
                 await say(asked.choice(i, event))
             if event.completion:
                 completions.append(event.completion)
                 await say(asked.choice(i, None, event.completion.finish_reason))
-        if asked.counted:
+        if asked.counts:
             await say(usage=usage_of(prompts, completions))
     except Refused as error:
         last = json.dumps(error.document)

@@ -77,7 +77,7 @@ def samples(text: str) -> int:
 
 def prompts_of(args: argparse.Namespace, config: ModelConfig) -> Callable[[int], list[list[int]]]:
     """Makes n + 1 stretches of the text of uneven length, the longest one first; ValueError at once if none fits."""
-    most = (args.max_seq_len or config.n_positions) - max(args.max_new_tokens, args.gamma + 2)
+    most = (args.max_seq_len or config.max_seq_len) - max(args.max_new_tokens, args.gamma + 2)
     longest = min(LONGEST, most) if args.context is None else args.context
     if most < SHORTEST:
         raise ValueError(

@@ -30,11 +30,11 @@ def by_tensor(weight: Tensor) -> Tensor:
     return weight.float().abs().amax().view(1) / 448
 
 
-def compressed_tensors(strategy: str = "channel", **changes: Any) -> dict[str, Any]:
+def compressed_tensors(strategy: str = "channel", block: Any = None, **changes: Any) -> dict[str, Any]:
     """What llm-compressor writes into config.json."""
     activations = {**HELD, "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": {**HELD, "strategy": strategy}, "input_activations": activations,
-             "output_activations": None}  # fmt: skip
+    weights = {**HELD, "strategy": strategy, "block_structure": block}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
         "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
         "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
@@ -61,6 +61,7 @@ READ: Mapping[str, tuple[dict[str, Any], Scaled]] = {
     "preset": (compressed_tensors(config_groups={"FP8_DYNAMIC": ["Linear"]}), by_channel),
     "fbgemm_fp8": (FBGEMM, by_channel),
     "blocks": (BLOCKS, by_block),
+    "compressed blocks": (compressed_tensors("block", [16, 24]), by_block),
     "blocks in bf16": (BLOCKS, lambda weight: by_block(weight).bfloat16()),
 }
 
@@ -87,7 +88,8 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
      "compressed-tensors pack-quantized, 4 bits"),
     (compressed_tensors(format="int-quantized", config_groups=_group(type="int", strategy="channel")),
      "compressed-tensors int-quantized, 8 bits"),
-    (compressed_tensors("block"), "compressed-tensors float-quantized, 8 bits"),
+    (compressed_tensors("block", [128, 0]), "compressed-tensors float-quantized, 8 bits"),
+    (compressed_tensors(config_groups=_group(strategy="channel") | {"FP8_BLOCK": ["mlp"]}), "float-quantized, 8 bits"),
     (compressed_tensors(config_groups=_group(strategy="channel", symmetric=False)), "float-quantized, 8 bits"),
     (compressed_tensors(config_groups={"W8A8": ["Linear"]}), "compressed-tensors float-quantized"),
     (compressed_tensors(sparsity_config={"format": "sparse-24-bitmask"}), "float-quantized, 8 bits"),
@@ -113,7 +115,7 @@ def save_float8(
             continue
         scale = scaled(weight)
         each = scale.float()  # of each number, or what broadcasts to it
-        for dim, size in enumerate(said.get("weight_block_size", ())):
+        for dim, size in enumerate((16, 24) if "blocks" in kind else ()):
             each = each.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
         stored[name] = (weight.float() / each).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored[f"{name}_scale{'_inv' if 'weight_block_size' in said else ''}"] = scale

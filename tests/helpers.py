@@ -150,7 +150,7 @@ class Noting(TorchDispatchMode):
 @torch.inference_mode()
 def whole_text_logits(model: Transformer, ids: Sequence[int]) -> Tensor:
     """The logits of a text in one uncached forward: T ids -> [T, V]."""
-    return model(torch.tensor([list(ids)]), torch.arange(len(ids))[None], CausalSelf())[0]
+    return model(torch.tensor([list(ids)]), torch.arange(len(ids))[None], CausalSelf(model.config.windows))[0]
 
 
 def table_of(params: Sequence[SamplingParams], vocab_size: int) -> SamplingTable:

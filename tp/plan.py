@@ -108,7 +108,9 @@ class Part:
         begins = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             first = [self.group.rank * own * (own != full) for own, full in zip(p.shape, whole[name], strict=True)]
-            if name.endswith(".wo.bias") and self.group.rank > 0:  # the first rank's, see Split: zeros behind its end
+            if (
+                name.endswith((".wo.bias", ".w_out.bias")) and self.group.rank > 0
+            ):  # the first rank's, see Split: zeros behind its end
                 first = [len(p)]
             begins[name] = (first[0], first[1] if len(first) > 1 else 0)
         return begins

@@ -113,8 +113,8 @@ PLAN: dict[str, ParallelStyle] = {
     "layers.*.attention.wqkv": Split(Shard(0)),  # [K, G + 2, H, D], and a bias [K, G + 2, H] where there is one
     "layers.*.attention.wo": Split(Shard(1)),  # [D, N, H], and a bias [D] where there is one
     "layers.*.attention": Summed(),
-    "layers.*.feed_forward.w_in": Split(Shard(0)),  # [F, 2, D]
-    "layers.*.feed_forward.w_out": Split(Shard(1)),  # [D, F]
+    "layers.*.feed_forward.w_in": Split(Shard(0)),  # [F, 2, D], and a bias [F, 2] where there is one
+    "layers.*.feed_forward.w_out": Split(Shard(1)),  # [D, F], and a bias [D] where there is one
     "layers.*.feed_forward": Summed(),
     "output": Split(Shard(0)),  # [V, D]: its logits stay where they are, see Vocabulary, which also handles padding
     # everything else is whole on each rank: norms of D, and q_norm and k_norm, which every head shares

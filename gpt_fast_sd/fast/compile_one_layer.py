@@ -50,8 +50,10 @@ class LayeredModel:
         """A step's arguments -> those of the same step over one layer, and each layer's own tensors.
 
         Every list among the arguments, including tuples in it, must hold one tensor per layer, or the cache's layers.
+        Where these differ in their windows no layer stands for all: the arguments as they are, and none.
         """
         lists: list[Sequence[Tensor]] = []
+        windows = set[int]()
 
         def first(argument: Any) -> Any:
             if argument is self.model:
@@ -60,11 +62,14 @@ class LayeredModel:
                 return tuple(map(first, argument))
             if isinstance(argument, list):
                 cached = isinstance(argument[0], CacheLayer)
+                windows.update(layer.window for layer in argument if cached)
                 lists.extend(zip(*(layer.buffers for layer in argument), strict=True) if cached else [argument])
                 return argument[:1]
             return argument
 
         firsts = [first(argument) for argument in arguments]
+        if len(windows) > 1:
+            return list(arguments), []
         return firsts, [(*own, *entries) for own, *entries in zip(self.own, *lists, strict=True)]
 
 

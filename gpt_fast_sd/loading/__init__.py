@@ -5,7 +5,7 @@ does not run there, as fit.py's `check_...` and `require_...` do; prepare.py mak
 """
 
 from .fit import check_kv_dtype, check_planes, check_positions, has_room, plan_for, require_fit, require_plain
-from .load import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
+from .load import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate, plan_of
 from .machine import free_memory, natural_dtype, sensible_threads
 from .memory import MemoryPlan, bytes_of_layers, bytes_of_weights
 from .prepare import ready_draft, target_of
@@ -29,6 +29,7 @@ __all__ = [
     "locate",
     "natural_dtype",
     "plan_for",
+    "plan_of",
     "ready_draft",
     "require_fit",
     "require_plain",

@@ -33,11 +33,6 @@ def check_positions(config: EngineConfig, model: ModelConfig) -> None:
     asked = config.max_seq_len
     if asked > model.max_seq_len:
         raise ValueError(f"max_seq_len {asked:,} is over the model's {model.max_seq_len:,} positions")
-    if model.sliding_window is not None and asked > model.sliding_window:
-        raise ValueError(
-            f"max_seq_len {asked:,} is over the model's sliding window of {model.sliding_window:,}, "
-            "past which this engine does not go"
-        )
 
 
 def check_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> None:
@@ -158,8 +153,9 @@ def _require_precisions(system: System) -> None:
     require_precision(config.quantize, device, system.dtype)
     require_sizes(config.quantize, device, system.model, system.ranks)
     require_precision(draft.quantize, device, system.dtype, of_draft=True)
+    steps = system.draft_steps()  # refuses a draft that does not fit the models
     if draft.quantize:
-        for step, ranks in system.draft_steps():
+        for step, ranks in steps:
             if step.model is not system.draft_model:
                 require_copy(draft.quantize, config.quantize)
             require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)

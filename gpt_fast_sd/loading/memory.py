@@ -189,7 +189,7 @@ def _selections(system: System, entries: int) -> int:
 def _turned_sinks(system: System) -> int:
     """Bytes of a draft model's sinks as they were, and of turning them, where rows are longer than it has positions."""
     model = system.draft_model
-    if model is None or system.config.max_seq_len <= model.n_positions:
+    if model is None or system.config.max_seq_len <= model.max_seq_len:
         return 0
     numbers = model.n_layers * system.config.batch_size * model.n_kv_heads * model.head_dim * system.draft.n_sink
     return 6 * 4 * numbers  # in fp32; as held, turned, two halves and what is written

@@ -24,6 +24,7 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, form: Cach
     Its weights are quantized if requested, and packed if its steps read packed weights.
     """
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
+    model.fit_texts(config.max_seq_len)
     if config.exact:
         group.sum_in_order(model)
     equalize_keys(model)
@@ -50,6 +51,7 @@ def ready_draft(model: Transformer, group: Group, target: Runner, *, copied: boo
     copied: whether a quantized copy drafts in its place.
     """
     group.check_part(model)
+    model.fit_texts(target.cache.max_seq_len)
     equalize_keys(model)
     if not copied:
         target.backend.pack(replace(target, model=model))

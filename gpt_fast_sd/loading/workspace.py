@@ -85,7 +85,8 @@ class Workspace:
         judging = logits + max(wide * judged, 2 * (judged - 1) + DRAWING if judged > 1 else DRAWING_ALONE) * row
         attending, mass = self._scores(b, judged), 0
         if triton:  # partial results of one layer's splits, fp32
-            attending = b * model.n_heads * judged * (model.head_dim + 2) * 4 * -(-capacity // split_for(capacity))
+            splits = -(-capacity // split_for(capacity, b * model.n_kv_heads))
+            attending = b * model.n_heads * judged * (model.head_dim + 2) * 4 * splits
         if draft.view_name and registry.view_class(draft.view_name).wants_mass:
             # for the mass, a layer's sums per block of keys and query
             pages = capacity // draft.page

@@ -1,7 +1,8 @@
 """SnapKV: the draft reads the entries that the last tokens attended to most (Li et al. 2024, arXiv 2404.14469).
 
 Selecting costs one pass of the model over the observation window, which is fed again: its keys are in the cache, only
-its queries are not. As a text grows its selection becomes stale, so it is refreshed.
+its queries are not. As a text grows its selection becomes stale, so it is refreshed. In between no place of the budget
+is idle: a token that leaves the window takes that of the selected entry that mattered least.
 
 The device decides which rows are due, by their own lengths alone, and the observation windows of several are fed as
 one batch, so that the weights are read once for them. The host only has to know when some row may be due.
@@ -32,7 +33,7 @@ from .selection import top_pages
 
 OBSERVED = 32  # observation window, as in the paper
 REFRESH = 64  # tokens from one selection to the next
-KERNEL = 5  # neighbours that a score is averaged over, to select stretches rather than single tokens
+KERNEL = 5  # neighbours that a score is averaged over, to select stretches rather than single tokens: answers whole
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def observe_step(
 ) -> Tensor:
     """The entries that committed tokens [W, T] at pos [W, T] of slots [W] attend to most before them: [L, W, K, C].
 
-    int64. The list of an observation window at or past all keys in view is meaningless.
+    int64, the best first. The list of an observation window at or past all keys in view is meaningless.
     """
     kv = ObservingKV(layers, n_splits_carrier, slots, n_listed, bodies=bodies, select=select)
     bodies.hidden(model, tokens, pos, kv)
@@ -83,26 +84,38 @@ def observe_step(
 def best_entries(mass: Tensor, end: Tensor, n: int, select: Body = top_pages) -> Tensor:
     """The n entries before end [W] with the most mass, averaged over neighbours before end: [W, K, S] -> [W, K, n].
 
-    Ascending, then -1. Ties go to the first: the size of the view, which depends on other rows, has no influence.
+    The best first; in no order if there are fewer, then with -1. Ties go to the first: the size of
+    the view, which depends on other rows, has no influence.
     """
     place = torch.arange(mass.shape[-1], device=mass.device)  # [S]
     valid = (place < end[:, None])[:, None]  # [W, 1, S]
     # zeros, as beyond the first entry: they count in the averages at both ends
     pooled = F.avg_pool1d(torch.where(valid, mass, 0.0), KERNEL, stride=1, padding=KERNEL // 2)  # [W, K, S]
-    best: Tensor = select(pooled, end[:, None], n)
-    return best
+    best: Tensor = select(pooled, end[:, None], n)  # by place
+    order = pooled.gather(-1, best.clamp(min=0)).sort(dim=-1, descending=True, stable=True).indices
+    return best.gather(-1, order)
 
 
-def _window(budget: int, refresh: int, n_observed: int) -> int:
-    """Observed entries and those until the next selection: about half of the budget at most."""
-    return min(n_observed + refresh, max(budget // 2, n_observed + n_observed // 4))
+def end_with(kv_indices: Tensor, since: Tensor, until: Tensor, room: Tensor) -> Tensor:
+    """Lists [L, B, K, C] that end with the latest positions from since [B] to until [B], at most room [B] of them."""
+    behind = torch.arange(kv_indices.shape[-1] - 1, -1, -1, device=since.device)  # [C], places from the end
+    last = (until - since - 1)[:, None]  # [B, 1]
+    age = last - (last - behind) % room[:, None]  # [B, C], each place is taken again after as many as there is room for
+    taken = (age >= 0) & (behind < room[:, None])
+    return torch.where(taken[:, None], (since[:, None] + age)[:, None], kv_indices)
+
+
+def _until_next(budget: int, refresh: int, n_observed: int) -> int:
+    """Tokens until the next selection: with those observed they are about half of the budget at most."""
+    return min(refresh, max(budget // 2 - n_observed, n_observed // 4))
 
 
 class SnapKVView(ListAndWindowView):
-    """The entries that the observation window attended to most, and all from it on, until the window is full.
+    """The entries that the observation window attended to most, and all from it on.
 
-    A row that fits into the budget is read whole and needs no selection; so all observed tokens are committed ones. If
-    a row is selected for only once, its list stays, and the full window slides.
+    A window as long as that slides; what it leaves is listed in place of what had the least mass, so that all of the
+    budget is always read. A row that fits into it is read whole and needs no selection; so all observed tokens are
+    committed ones. If a row is selected for only once, later tokens take places of earlier ones of these.
     """
 
     about = "what the latest tokens attended to most when it last looked, and a window"
@@ -122,25 +135,24 @@ class SnapKVView(ListAndWindowView):
 
     @classmethod
     def refresh_period(cls, config: DraftConfig) -> int:
-        """The room that the window has besides the observed entries."""
-        every = _window(config.budget, config.refresh_or(REFRESH), OBSERVED) - OBSERVED
-        return 0 if config.selects_once else every
+        """What the configuration says, within what the budget allows."""
+        return 0 if config.selects_once else _until_next(config.budget, config.refresh_or(REFRESH), OBSERVED)
 
     def __init__(
         self, runner: Runner, *, budget: int, refresh: int, max_new: int, n_observed: int = OBSERVED, once: bool = False
     ) -> None:
-        """refresh: committed tokens after which a selection is refreshed; sooner if half of the budget is full.
+        """refresh: committed tokens after which a selection is refreshed; sooner if half of the budget is new ones.
 
-        once: the window has room for these tokens, and the first selection is never refreshed.
+        once: at most these tokens take places in the list, and the first selection is never refreshed.
         """
-        window = _window(budget, refresh, n_observed)
-        assert n_observed < window < budget, "the budget has no room for what is observed"
-        super().__init__(runner, n_listed=budget - window, window=window, max_new=max_new)
+        self.room = _until_next(budget, refresh, n_observed)
+        assert 0 < self.room < budget - n_observed, "the budget has no room for what is observed"
+        super().__init__(runner, n_listed=budget - n_observed, window=n_observed, max_new=max_new)
         n_slots = runner.shape[1]
-        self.n_observed, self.refresh_every, self.once = n_observed, 0 if once else window - n_observed, once
-        self.selected = torch.zeros(n_slots, dtype=torch.bool, device=runner.device)
+        self.n_observed, self.refresh_every, self.once = n_observed, 0 if once else self.room, once
+        self.observed_at = torch.zeros_like(self.window_start)  # [B] where the last observation began; 0: no selection
         self.together = min(n_slots, traits_of(runner.device).windows)  # W
-        # where each slot's window began at its last selection, as far as the host knows: at least, and at most
+        # where each slot's last observation began, as far as the host knows: at least, and at most
         self._bounds = [(0, 0)] * n_slots
         self._asked: dict[int, tuple[int, int]] = {}  # slots of the last request to the device, and bounds of lengths
         self._asked_in = 0  # the round of that request
@@ -159,9 +171,15 @@ class SnapKVView(ListAndWindowView):
     def host_free(self, slot: int) -> None:
         """Forget the slot's selection."""
         super().host_free(slot)
-        self.selected[slot] = False
+        self.observed_at[slot] = 0
         self._bounds[slot] = 0, 0
         self._asked.pop(slot, None)
+
+    def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
+        """Slide all windows; what they left since the last selection is listed in place of the worst, or of nothing."""
+        self.window_start.copy_((state.seq_len - self.window).clamp(min=0))
+        room = torch.where(self.observed_at > 0, self.room, self.kv_indices.shape[-1])  # [B]
+        self.kv_indices.copy_(end_with(self.kv_indices, self.observed_at, self.window_start, room))
 
     def entries_read(self, n_keys: int) -> int:
         """The list and the window, and a step's share of a selection, which reads all entries."""
@@ -183,11 +201,11 @@ class SnapKVView(ListAndWindowView):
     def device_refresh(self, state: BatchState, n_keys: int) -> None:
         """Select for the first W of the rows that are due, by the observation windows at their ends.
 
-        The list holds what an observation window attends to most before it, the window begins with it.
+        The list holds what an observation window attends to most before it.
         """
         capacity = self.runner.cache.capacity
-        stale = ~self.selected if self.once else state.seq_len - self.window_start > self.window  # [B]
-        due = state.active & (state.seq_len > self.budget) & stale  # [B]
+        grown = state.seq_len - self.window - self.observed_at > self.room  # [B]
+        due = state.active & (state.seq_len > self.budget) & ((self.observed_at == 0) if self.once else grown)  # [B]
         slots = due.logical_not().long().argsort(stable=True)[: self.together]  # [W]
         chosen = due[slots]  # [W]
         # the others query from past everything that can be in view, so no keys are read for them
@@ -195,8 +213,7 @@ class SnapKVView(ListAndWindowView):
         pos = start[:, None] + torch.arange(self.n_observed, device=start.device)  # [W, T]
         listed = self._observe(state.history[slots[:, None], pos], pos, slots, n_keys)  # [L, W, K, C]
         self.kv_indices.index_copy_(1, slots, torch.where(chosen[:, None, None], listed, self.kv_indices[:, slots]))
-        self.window_start.index_copy_(0, slots, torch.where(chosen, start, self.window_start[slots]))
-        self.selected.index_copy_(0, slots, self.selected[slots] | chosen)
+        self.observed_at.index_copy_(0, slots, torch.where(chosen, start, self.observed_at[slots]))
 
     def _observe(self, tokens: Tensor, pos: Tensor, slots: Tensor, n_keys: int) -> Tensor:
         """See observe_step: tokens, pos [W, T], slots [W] -> int64 [L, W, K, C]."""
@@ -208,8 +225,8 @@ class SnapKVView(ListAndWindowView):
         return out
 
     def _full(self, length: int, start: int) -> bool:
-        """Whether the device finds a row due whose window begins at start; 0: it may not have been selected for."""
-        return length > self.budget and (not start if self.once else length - start > self.window)
+        """Whether the device finds a row due that was observed from start on; 0: it may not have been selected for."""
+        return length > self.budget and (not start if self.once else length - self.window - start > self.room)
 
     def _learn(self, plan: RoundPlan) -> None:
         """Work out what the device decided for the requested slots.

@@ -38,7 +38,7 @@ def view_of_model(draft: DraftConfig) -> str:
 
 def view_of_its_own(draft: DraftConfig, runner: Runner) -> View:
     """That view; where rows may have more tokens than the model has positions, one whose sinks are turned."""
-    is_short = runner.cache.max_seq_len > runner.model.config.n_positions
+    is_short = runner.cache.max_seq_len > runner.model.config.max_seq_len
     return build_view(draft, view_of_model(draft), runner, TurnedSinksView if is_short else None)
 
 
@@ -64,7 +64,7 @@ def check_draft_model(config: ModelConfig, target: ModelConfig, max_seq_len: int
             f"the draft model has a vocabulary of {config.vocab_size:,}, the target of {target.vocab_size:,}: "
             "they must share one, but for rows of padding"
         )
-    most = config.n_positions
+    most = config.max_seq_len
     if max_seq_len <= most:
         return
     if (view := view_of_model(draft)) != "streaming":

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd.model import Block, FeedForward, HugePageArena, Transformer
+from gpt_fast_sd.model import Block, FeedForward, HugePageArena, RMSNorm, Transformer
 
 from ..fast.cpu.packing import FEW_ROWS, PackedFeedForward, PackedLinear, PackedPlanesLinear
 from ..fast.linear_float8 import float8_from
@@ -185,9 +185,9 @@ def equalize_keys(model: Transformer) -> None:
     Biases of Qwen2's keys reach hundreds where keys are of size 20: one such dimension would set the scale of a whole
     key, and int8 leave nothing of the others. RoPE mixes dimension h with h + H / 2 alone, so where such a pair of keys
     is divided by a number, and that of the queries multiplied by it, all scores stay; by a power of two no rounding
-    changes either. So it is done to every model with such biases, in place and once, whatever its cache holds: engines
-    that share a model agree on what is in their caches. Weights in fp16, for which no cache is quantized, could
-    overflow, and stay as they are.
+    changes either. So it is done to every model with such biases, unless its keys are normed, in place and once,
+    whatever its cache holds: engines that share a model agree on what is in their caches. Weights in fp16, for which no
+    cache is quantized, could overflow, and stay as they are.
     """
     for block in model.layers:
         assert isinstance(block, Block)
@@ -200,6 +200,8 @@ def equalize_keys_of(block: Block) -> None:
     attention, gain = block.attention, block.attention_norm.weight.float()  # [D]
     linear, group = attention.wqkv, attention.group_size
     bias, held = linear.bias, by_output(linear)
+    if isinstance(attention.k_norm, RMSNorm):  # which evens keys behind their biases, and not dimension by dimension
+        return
     if bias is None or held is None or bias.dtype == torch.float16 or getattr(attention, "keys_are_even", False):
         return
     # a mark of the module: weights are replaced as they are quantized, and copies of them have no marks

@@ -26,6 +26,7 @@ class Access:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._process = device, os.getpid()
+        self._worker = self._process  # which process works, if one does
         self._working = threading.Lock()  # held by a call that decodes; threads may begin at once
         self.closed = False
         self.failure: str | None = None  # the error of the device
@@ -37,7 +38,8 @@ class Access:
 
     def require_open(self) -> None:
         """RuntimeError for an engine that is closed or broken, or another process's threads would be waited for."""
-        if os.getpid() != self._process and (self.device.type != "cpu" or torch.get_num_threads() > 1):
+        here, on_threads = os.getpid(), self.device.type != "cpu" or torch.get_num_threads() > 1
+        if here != self._process and (on_threads or (self.running and self._worker != here)):  # what works is not there
             raise RuntimeError("this process was forked from the one that built the engine: build one in each process")
         if self.failure:
             raise RuntimeError(self._broken)
@@ -57,6 +59,7 @@ class Access:
         self.require_idle()
         if not self._working.acquire(blocking=False):
             raise RuntimeError(BUSY)
+        self._worker = os.getpid()
         try:
             self.require_open()  # another thread may have closed it meanwhile
             yield

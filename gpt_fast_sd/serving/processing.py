@@ -24,7 +24,7 @@ def process(state: BatchState, logits: Tensor, draft: Draft, live: Sequence[tupl
     """Change logits [B, T, V] in place, for the rows that bring a processor, at the places that may be reached.
 
     The host reads what was drafted. A place after a draft that cannot be kept, or that ends the text, is not asked for.
-    An error at a later place than the first is the request's only if its text gets there: see Request.failed.
+    An error, also an exit, is the request's only if its text gets to that place: see Request.failed.
     """
     most = torch.minimum(torch.minimum(draft.count, state.most_drafts), state.remaining - 1).clamp(min=0).tolist()
     for slot, request in live:
@@ -36,8 +36,8 @@ def process(state: BatchState, logits: Tensor, draft: Draft, live: Sequence[tupl
         for i in range(most[slot] + 1):
             try:
                 scores = logits[slot, i] = processed(processor, ids[None, : n + i], logits[slot, i, None])
-            except Exception as error:
-                if not i:
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):  # which is of nobody's processor
                     raise
                 request.failed = i, error
                 break

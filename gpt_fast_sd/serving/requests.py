@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt_fast_sd.model import ModelConfig, StreamDecoder, Tokenizer
 
-from ..config import MAX_GAMMA, SamplingParams
+from ..config import MAX_GAMMA, MOST_LOGPROBS, SamplingParams
 from .logprobs import TokenLogprobs
+from .penalties import Penalties
 from .stats import CompletionStats
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt | tuple[Prompt, SamplingParams]]
+Last = int | Sequence[int | None] | None  # tokens of each text
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -107,7 +109,7 @@ class Request:
     rounds: int = 0
     drafted: list[int] = field(default_factory=list)  # by position in the round
     accepted: list[int] = field(default_factory=list)
-    failed: tuple[int, Exception] | None = None  # at which place of the round its processor failed, and how
+    failed: tuple[int, BaseException] | None = None  # at which place of the round its processor failed, and how
     _held: str = ""  # certain text that may be the beginning of a stop string
 
     @property
@@ -282,6 +284,8 @@ class Intake:
             raise ValueError(f"{name} has stop strings, but this model has no tokenizer to find them with")
         if params.processor is not None and not self.is_alone:
             raise ValueError(f"{name} has a processor, which changes whole logits: ranks that hold a model have parts")
+        if isinstance(params.processor, Penalties):
+            params = replace(params, processor=params.processor.behind(ids, self.vocab_size))
         self.checked([0, *(params.stop_token_ids or ())], f"{name}'s stop_token_ids")
         total = len(ids) + params.max_tokens
         if total > self.max_seq_len:
@@ -334,8 +338,10 @@ class Intake:
             raise ValueError(f"last must be a whole number from 1 to the {which}, got {got}")
         return ids, len(ids) - first if last is None else last
 
-    def texts(self, texts: Any, last: Any) -> list[tuple[list[int], int]]:
+    def texts(self, texts: Any, last: Any, top: Any) -> list[tuple[list[int], int]]:
         """Texts to be scored, last one for all or one each -> of each its ids, and how many are scored."""
+        if type(top) is not int or not 0 <= top <= MOST_LOGPROBS:
+            raise ValueError(f"top must be a whole number from 0 to {MOST_LOGPROBS}, got {top!r:.80}")
         if isinstance(texts, str) or not isinstance(texts, Sequence):
             got = " ".join(repr(texts).split())[:80]
             raise ValueError(f"texts must be a list of texts or of lists of token ids, got {got}")

@@ -44,6 +44,7 @@ class Schedule:
         self.arrival: Arrival | None = None  # what is being prefilled, into a slot that is None above
         self.in_flight: deque[InFlightRound] = deque()
         self._cancelled = set[int]()  # indices of requests, some of which may have ended
+        self.on_failed: Callable[[int, BaseException], None] = raised  # told whose processor did, and how; others go on
         self.n_rounds = 0  # launched, in all calls
         self._follows_a_draft, self._drafted_at = False, dict[int, int]()  # see RoundPlan
         self.stats = EngineStats()
@@ -103,7 +104,7 @@ class Schedule:
         if speculate:
             self.planner.begin()
         self._chosen, self._graphs_before = None, self.graphs
-        self._told = 0.0, 0.0
+        self._told, self.on_failed = (0.0, 0.0), raised
         self._cancelled.clear()
         while not waiting.over or self.arrival or any(self.slots):
             require_open()
@@ -286,9 +287,12 @@ class Schedule:
             refused = [first_refused, *tokens[accepted + 1 : judged]] if accepted < judged else []
             sources = [*(round_.proposers[i] for i in whose[:accepted]), "target"]
             logprobs = found_of(read[slot][2 * gamma + 5 :], gamma + 1, request.params.logprobs)
-            events.append(request.commit(tokens[:emitted], sources, judged, accepted, refused, logprobs))
-            if request.failed and len(events[-1].tokens) > request.failed[0]:
-                raise request.failed[1]
+            event = request.commit(tokens[:emitted], sources, judged, accepted, refused, logprobs)
+            if request.failed and len(event.tokens) > request.failed[0]:
+                request.finish_reason = "failed"
+                self.on_failed(request.index, request.failed[1])
+            else:
+                events.append(event)
             if request.finish_reason:
                 self.release(slot)
         self.agreement.note(f"tokens of round {self.n_rounds}", [(e.index, e.tokens, e.accepted) for e in events])
@@ -312,7 +316,7 @@ class Schedule:
             if gamma:
                 stats.draft_seconds += drafted - begun
             stats.verify_seconds += verified - drafted
-            if round_.planned:
+            if round_.planned and events:
                 self.planner.record(gamma, keys_read, drafted - begun, verified - drafted, taken, arm=arm)
                 self.planner.record_host(gamma, time.perf_counter() - verified - round_.watching, arm=arm)
         if self.on_round:
@@ -342,3 +346,8 @@ class Schedule:
     def graphs(self) -> int:
         """Graphs compiled so far."""
         return self.rounds.graphs + self.prefill.graphs + (self.policy.graphs if self.policy else 0)
+
+
+def raised(_: int, error: BaseException) -> None:
+    """An error of one request ends all of them."""
+    raise error

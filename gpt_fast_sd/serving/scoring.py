@@ -29,6 +29,8 @@ class Scores:
 
     logprobs: Tensor  # fp32 [n], natural logarithms of probabilities at temperature 1
     greedy: Tensor  # bool [n], whether no other token was likelier
+    best: Tensor  # fp32 [n, top], logarithms of the likeliest in the place of each, and their ids: int64 [n, top]
+    best_ids: Tensor
 
     @property
     def total(self) -> float:
@@ -44,6 +46,7 @@ class Left:
     start: int = 0
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     written: int = 0  # positions up to here may hold something
+    top: int = 0  # likeliest that are named
 
 
 def score_step(
@@ -79,12 +82,12 @@ class Scorer:
         schedule.release(0)
         return torch.stack(rows)
 
-    def scores(self, texts: Sequence[tuple[Sequence[int], int]]) -> Iterator[Scores]:
-        """Of the last n ids of each text. What it begins with like the one before is not computed again.
+    def scores(self, texts: Sequence[tuple[Sequence[int], int]], top: int = 0) -> Iterator[Scores]:
+        """Of the last n ids of each text, and the top likeliest. What it begins with like the one before is kept.
 
         Whole chunks before the last n are prefilled, and kept as those of any prompt.
         """
-        schedule, left = self.schedule, Left()
+        schedule, left = self.schedule, Left(top=top)
         for i, (ids, n) in enumerate(texts):
             schedule.tell("score", i, len(texts))
             yield self._scores(ids, len(ids) - 1 - n, left)
@@ -97,14 +100,16 @@ class Scorer:
         shared = next((i for i, (a, b) in enumerate(zip(left.ids, ids[:end], strict=False)) if a != b), end)
         shared = min(shared, len(left.ids))
         if left.start <= first < shared:  # one context, and continuations of a token each
-            found += self._of(left.logits[first - left.start : shared - left.start], ids[first + 1 : shared + 1])
+            found += self._of(
+                left.logits[first - left.start : shared - left.start], ids[first + 1 : shared + 1], left.top
+            )
             first = shared
         if first < end:
             found += self._fed(ids, first, shared, left)
         left.ids = ids[:end]
         return Scores(*(torch.cat(parts).cpu() for parts in zip(*found, strict=True)))
 
-    def _fed(self, ids: Sequence[int], first: int, shared: int, left: Left) -> list[tuple[Tensor, Tensor]]:
+    def _fed(self, ids: Sequence[int], first: int, shared: int, left: Left) -> list[tuple[Tensor, ...]]:
         """See _of, for the tokens after positions first and on, fed chunk by chunk."""
         end, found = len(ids) - 1, []
         left.logits, left.start = torch.empty(0), end  # not kept beside the next ones
@@ -113,7 +118,7 @@ class Scorer:
             left.logits = self._logits(ids[start : min(start + size, end)], start, size)
             left.written = max(left.written, start + size)
             at = max(first, start)
-            found += self._of(left.logits[at - start : end - start], ids[at + 1 : start + size + 1])
+            found += self._of(left.logits[at - start : end - start], ids[at + 1 : start + size + 1], left.top)
         return found
 
     def _prefilled(self, ids: Sequence[int], first: int, shared: int, left: Left) -> int:
@@ -136,15 +141,16 @@ class Scorer:
         left.written = max(left.written, whole)
         return whole
 
-    def _of(self, logits: Tensor, after: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Log-probabilities of the tokens after these logits [T, V], and whether they are the likeliest: [T], [T]."""
-        found = []
+    def _of(self, logits: Tensor, after: Sequence[int], top: int) -> list[tuple[Tensor, ...]]:
+        """Of the tokens after these logits [T, V] what Scores has: [T], [T], [T, top], [T, top]."""
+        found = list[tuple[Tensor, ...]]()
         for some, those in zip(
             logits.split(WIDENED), torch.tensor(after, device=logits.device).split(WIDENED), strict=True
         ):  # as the plan says
             each = self.schedule.state.vocabulary.whole(some).float()  # [T, V]
             chosen = each.gather(-1, those[:, None])[:, 0]  # [T]
-            found.append((chosen - each.logsumexp(-1), chosen >= each.amax(-1)))
+            whole, best = each.logsumexp(-1), each.topk(min(top, each.shape[1]))
+            found.append((chosen - whole, chosen >= each.amax(-1), best.values - whole[:, None], best.indices))
             del each
         return found
 

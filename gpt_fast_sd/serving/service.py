@@ -18,13 +18,11 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from gpt_fast_sd.tp import Parallel
 
 from ..config import SamplingParams
 from .lifecycle import BUSY
-from .processing import processed
 from .requests import Completion, Intake, Prompt, TokenEvent
 from .scheduling import Schedule
 from .stats import CompletionStats
@@ -61,8 +59,6 @@ class Submission:
         self.prompt, self.params = prompt, params
         self._service, self._engine = service, engine  # which lives as long as someone waits for it
         self._completion: Completion | None = None  # once it was iterated over
-        self._failed: tuple[int, BaseException] | None = None  # after how many tokens its processor did in this round
-        self._length = len(prompt)  # of its text so far
         self._events = queue.SimpleQueue[TokenEvent | BaseException]()
         self._wake: Callable[[], object] | None = None  # of an event loop that waits for an event
 
@@ -102,28 +98,6 @@ class Submission:
         """End it before the next round with finish_reason "cancelled", if it has not ended; it frees its slot."""
         self._service.cancel(self)
 
-    @property
-    def guarded(self) -> SamplingParams:
-        """Its parameters for a stream in which others are, too: where its processor fails, they go on."""
-        return self.params if self.params.processor is None else replace(self.params, processor=self._processed)
-
-    def _processed(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """What the processor makes of logits; of places after one where it failed nobody will know."""
-        assert self.params.processor is not None
-        n = ids.shape[1]
-        if self._failed and n <= self._failed[0]:  # another round, whose text goes another way
-            self._failed = None
-        try:
-            return logits if self._failed else processed(self.params.processor, ids, logits)[None]
-        except BaseException as error:  # exits, too, are of this request alone
-            self._failed = n, error
-            return logits
-
-    def failure(self, event: TokenEvent) -> BaseException | None:
-        """What ended it before this event, if its text has come to where its processor failed."""
-        self._length += len(event.tokens)
-        return self._failed[1] if self._failed and self._length > self._failed[0] else None
-
     def _told(self, event: TokenEvent | BaseException) -> TokenEvent:
         """An event, the last of which is kept; an error is raised, each time it is asked."""
         if isinstance(event, BaseException):
@@ -152,6 +126,7 @@ class Service:
         self._n = 0  # submissions so far
         self._thread: threading.Thread | None = None
         self._ending = False  # the program or the engine ends
+        self._turn, self._others = threading.Lock(), 0  # who has the engine, and how many calls wait for it
         self._last: tuple[Submission, TokenEvent | BaseException] | None = None  # held back until the stream has ended
 
     def submit(self, prompt: Prompt, params: SamplingParams | None) -> Submission:
@@ -175,6 +150,25 @@ class Service:
                 atexit.unregister(self.end)
                 atexit.register(self.end)
         return one
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Have the engine once what was submitted and has begun has ended; what comes meanwhile waits."""
+        if engine := self._engine():
+            engine.check([])
+        if threading.current_thread() is self._thread:  # which would wait for itself
+            raise RuntimeError(BUSY)
+        with self._changed:
+            self._others += 1
+        try:
+            self._turn.acquire()
+        finally:
+            with self._changed:
+                self._others -= 1
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def cancel(self, one: Submission) -> None:
         """See Submission.cancel."""
@@ -211,8 +205,9 @@ class Service:
             if (engine := self._engine()) is None:
                 return
             try:
-                for event in engine.stream(self._prompts()):
-                    self._hand_over(event)
+                with self._turn:
+                    for event in engine.stream(self._prompts(engine.schedule)):
+                        self._hand_over(event.index, event)
             except BaseException as error:  # each of them waits for an answer
                 if str(error) == BUSY and not self._n_taken:
                     time.sleep(RETRY)
@@ -221,30 +216,32 @@ class Service:
             self._tell_last()
             del engine
 
-    def _prompts(self) -> Iterator[tuple[Prompt, SamplingParams] | None]:
+    def _prompts(self, schedule: Schedule) -> Iterator[tuple[Prompt, SamplingParams] | None]:
         """What the stream takes: the oldest request; None while others are at work; it ends when all have ended."""
+        schedule.on_failed = self._hand_over  # of this stream alone, which has begun
+        waiting = len(self._inbox)  # which have their turn, whoever else waits for one
         while True:
             with self._changed:
-                if not (self._inbox or self._at_work):
+                takes = self._inbox and (not self._others or self._n_taken < waiting)
+                if not (takes or self._at_work):
                     return
-                one = self._inbox.popleft() if self._inbox else None
+                one = self._inbox.popleft() if takes else None
                 if one:
                     self._tell_last()
                     self._at_work[self._n_taken] = one
                     self._n_taken += 1
-            yield (one.prompt, one.guarded) if one else None
+            yield (one.prompt, one.params) if one else None
 
-    def _hand_over(self, event: TokenEvent) -> None:
-        """Give an event to whoever submitted the request, as one of that submission."""
+    def _hand_over(self, index: int, told: TokenEvent | BaseException) -> None:
+        """Give an event of the stream, or what ended a request alone, to whoever submitted it."""
         with self._changed:
-            one = self._at_work.pop(event.index) if event.completion else self._at_work[event.index]
+            one = self._at_work[index]
+            if isinstance(told, BaseException) or told.completion:
+                del self._at_work[index]
             is_last = not (self._at_work or self._inbox)
-        completion = replace(event.completion, index=one.index) if event.completion else None
-        told: TokenEvent | BaseException = replace(event, index=one.index, completion=completion)
-        if failure := one.failure(event):
-            if not completion:
-                return self.cancel(one)
-            told = failure
+        if isinstance(told, TokenEvent):
+            completion = replace(told.completion, index=one.index) if told.completion else None
+            told = replace(told, index=one.index, completion=completion)
         if is_last:  # whoever has it may call the engine: its stream has ended by then
             self._last = one, told
         else:

@@ -107,9 +107,10 @@ class _Renderer:
         if self._process and self._process.poll() is None:
             return self._process
         self._end()
-        if not sys.executable or getattr(sys, "frozen", False):
+        python = _interpreter()
+        if python is None:
             raise TemplateError("no process can be started for it: this program has no Python interpreter of its own")
-        command = [sys.executable, "-I", str(Path(__file__).resolve())]
+        command = [python, "-I", str(Path(__file__).resolve())]
         try:
             process = subprocess.Popen(
                 command,
@@ -139,6 +140,18 @@ class _Renderer:
         if self._process:
             self._process = None
             self._finalizer()
+
+
+def _interpreter() -> str | None:
+    """The Python that runs this, or the same version beside it where a program such as uWSGI is what runs."""
+    if getattr(sys, "frozen", False):
+        return None
+    if sys.executable and Path(sys.executable).name.lower().startswith(("python", "pypy")):
+        return sys.executable
+    name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    places = [Path(prefix) / "bin" / name for prefix in (sys.prefix, sys.base_prefix)]
+    places += [Path(sys.prefix, "Scripts", "python.exe"), Path(sys.base_prefix, "python.exe")]
+    return next((str(place) for place in places if place.is_file()), None)
 
 
 def _plain(value: object) -> object:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig, stored_dtype, token_ids
 from ..llama import Transformer
 from ..rope import rope_frequencies
-from .fields import CHANGES_TEXTS, not_neutral, say
+from .fields import CHANGES_TEXTS, not_neutral, say, unknown_of_texts
 from .float8 import (
     FLOAT8,
     block_of,
@@ -31,7 +31,7 @@ from .float8 import (
     is_packed,
     is_stored_in_float8,
     is_unused,
-    scale_name,
+    scale_ending,
     scale_shapes,
 )
 from .pickled import describe_tensors, span
@@ -56,7 +56,8 @@ def read_config(folder: Path) -> ModelConfig:
     """The shape of the model in the folder; generation_config.json, if present, decides the end-of-text ids.
 
     Ids of a folder that are past its vocabulary are left out with a warning: no text ends with them, and what a text
-    begins with is the tokenizer's. For a GGUF file its header decides everything, and there they are refused.
+    begins with is the tokenizer's. For a GGUF file its header decides everything, and there they are refused; its
+    tokens that end answers elsewhere, such as <|im_end|>, end them here, too.
     """
     if is_gguf(folder):
         from .gguf import read_header  # slow to import, and few runs need it
@@ -69,19 +70,25 @@ def read_config(folder: Path) -> ModelConfig:
     raw = read_json(path)
     later = read_json(generation) if generation.is_file() else {}
     try:
-        config = ModelConfig.from_hugging_face(raw, str(path))
-        eos_ids = token_ids(later, "eos_token_id", str(generation))
+        return config_of(raw, later, path, generation)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
+
+
+def config_of(raw: Mapping[str, Any], later: Mapping[str, Any], path: object, generation: object) -> ModelConfig:
+    """See read_config, for what these two hold; {}: there is no second."""
+    config = ModelConfig.from_hugging_face(raw, str(path))
+    eos_ids = token_ids(later, "eos_token_id", str(generation))
     beside = "not applied: a request says how it samples, and SamplingParams.processor may do that"
     say(generation if later else path, not_neutral(later or raw, CHANGES_TEXTS), beside)
+    say(generation, unknown_of_texts(later), "not known here, and ignored")
     ends = _in_vocabulary(eos_ids, config, generation, "eos_token_id")
     instead = _in_vocabulary(config.eos_ids, config, path, "eos_token_id")
     bos = _in_vocabulary(() if config.bos_id is None else (config.bos_id,), config, path, "bos_token_id")
     return replace(config, eos_ids=ends or instead, bos_id=next(iter(bos), None))
 
 
-def _in_vocabulary(ids: tuple[int, ...], config: ModelConfig, path: Path, field: str) -> tuple[int, ...]:
+def _in_vocabulary(ids: tuple[int, ...], config: ModelConfig, path: object, field: str) -> tuple[int, ...]:
     """Those ids that a text can hold; a warning names the others, which other programs keep and never meet."""
     unknown = [str(i) for i in ids if i >= config.vocab_size]
     if unknown:
@@ -151,10 +158,13 @@ def name_table(config: ModelConfig, kv_copies: int = 1) -> dict[str, Layout]:
             )
         if config.o_bias:
             table[f"{ours}.attention.wo.bias"] = ((f"{theirs}.self_attn.o_proj.bias", 1, 1),)
-        table[f"{ours}.feed_forward.w_in.weight"] = (  # [F, 2, D]
-            (f"{theirs}.mlp.gate_proj.weight", 1, 1),
-            (f"{theirs}.mlp.up_proj.weight", 1, 1),
-        )
+        if config.mlp_bias:
+            table[f"{ours}.feed_forward.w_out.bias"] = ((f"{theirs}.mlp.down_proj.bias", 1, 1),)
+        for kind in ("bias", "weight") if config.mlp_bias else ("weight",):  # a weight is quantized once it is read
+            table[f"{ours}.feed_forward.w_in.{kind}"] = (  # [F, 2, D]
+                (f"{theirs}.mlp.gate_proj.{kind}", 1, 1),
+                (f"{theirs}.mlp.up_proj.{kind}", 1, 1),
+            )
         plain = {
             "attention_norm": "input_layernorm",
             "attention.wo": "self_attn.o_proj",
@@ -174,7 +184,7 @@ def name_table(config: ModelConfig, kv_copies: int = 1) -> dict[str, Layout]:
 MATRICES = tuple(f"{name}.weight" for name in ("wqkv", "wo", "w_in", "w_out"))  # ends of our names
 
 
-def _units(tensor: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+def units_of(tensor: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     """Views of our tensor, one per stored tensor: [units, rows, ...] each."""
     rows = [rows for _, rows, _ in layout]
     parts: tuple[Tensor, ...] = tensor.unflatten(0, (-1, sum(rows))).split(rows, dim=1)
@@ -323,7 +333,7 @@ class Weights:
         described = folder / "config.json"
         # whether there may be float8 with scales: names alone would not say what these multiply
         raw = read_json(described) if described.is_file() else {}
-        self.scaled, self.block = is_stored_in_float8(raw), block_of(raw)
+        self.scaled, self.block, self.scale = is_stored_in_float8(raw), block_of(raw), scale_ending(raw)
         self._gguf: Header | None = None
         self._file: dict[str, tuple[Path, StoredTensors]] = {}
         if is_gguf(folder):
@@ -369,7 +379,7 @@ class Weights:
         return self._is_float8(self.called(name))
 
     def _is_float8(self, name: str) -> bool:
-        if not self.scaled or not {name, scale_name(name, self.block)} <= self._file.keys():
+        if not self.scaled or not {name, f"{name}{self.scale}"} <= self._file.keys():
             return False
         shape, dtype = self._file[name][1].describe(name)
         return dtype == FLOAT8 and len(shape) == 2
@@ -384,7 +394,7 @@ class Weights:
         Tensors that are float8 have their scales beside them; what concerns activations or a cache is not read.
         """
         asked = {self.called(name): shape for name, shape in shapes.items()}
-        scales = {scale_name(name, self.block) for name in asked if self._is_float8(name)}
+        scales = {f"{name}{self.scale}" for name in asked if self._is_float8(name)}
         packed = next((name for name in self._file if is_packed(name) and name not in scales), None)
         if packed is not None and not is_gguf(self.folder):
             raise CheckpointError(
@@ -403,9 +413,9 @@ class Weights:
                     f"{path}: {name} has shape {list(stored)}, but {self.header} asks for {list(shape)}"
                 )
             if self._is_float8(name):
-                self._check_scale(scale_name(name, self.block), shape)
+                self._check_scale(f"{name}{self.scale}", shape)
             elif dtype not in file.readable:
-                scale, what = scale_name(name, self.block), f"only {', '.join(file.readable)} can be read"
+                scale, what = f"{name}{self.scale}", f"only {', '.join(file.readable)} can be read"
                 if self.scaled and dtype == FLOAT8 and scale not in self._file:
                     what = f"{scale} is missing"
                 raise CheckpointError(f"{path}: {name} is stored as {dtype}, but {what}")
@@ -460,7 +470,7 @@ class Weights:
             begin, end, _ = part.indices(length)
             read.append(slice(begin // size, -(-end // size)))
             places.append(torch.arange(begin, end) // size - begin // size)
-        held = self._read(scale_name(name, self.block), *read).float()
+        held = self._read(f"{name}{self.scale}", *read).float()
         return held[places[0]][:, places[1]]
 
     def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
@@ -490,7 +500,7 @@ class Weights:
         assert first_row % unit == 0 and ours.shape[0] % unit == 0
         first, last = first_row // unit, (first_row + ours.shape[0]) // unit
         columns = slice(first_column, first_column + ours.shape[1]) if ours.dim() == 2 else slice(None)
-        for (name, rows, copies), place in zip(layout, _units(ours, layout), strict=True):
+        for (name, rows, copies), place in zip(layout, units_of(ours, layout), strict=True):
             for units in torch.arange(first, last).split(max(1, _NUMBERS_AT_ONCE // place[0].numel())):
                 since, until = int(units[0]), int(units[-1]) + 1
                 begin, end = since // copies, -(-until // copies)  # stored units, each for `copies` of ours
@@ -524,7 +534,7 @@ class Weights:
                 except (OSError, ValueError):
                     return None
                 for whole, piece in zip((numbers, scales), stored, strict=True):
-                    _units(whole, layout)[i].copy_(piece.unflatten(0, (-1, rows))[own])
+                    units_of(whole, layout)[i].copy_(piece.unflatten(0, (-1, rows))[own])
             return numbers, scales
 
         return read
@@ -545,7 +555,7 @@ def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {
         name: tuple(place.flatten(0, 1).shape)
         for ours, layout in name_table(config).items()
-        for (name, *_), place in zip(layout, _units(parameters[ours], layout), strict=True)
+        for (name, *_), place in zip(layout, units_of(parameters[ours], layout), strict=True)
     }
 
 
@@ -649,7 +659,7 @@ def require_finite(ours: Tensor, layout: Layout, weights: Weights, ending: str =
     # of finite numbers it may be infinite, and then all are looked at; a CPU widens all of what it sums
     if all(_wide(rows).sum(dtype=torch.float32).isfinite() for rows in ours.split(_ROWS_AT_ONCE)):
         return
-    for (name, *_), place in zip(layout, _units(_wide(ours), layout), strict=True):
+    for (name, *_), place in zip(layout, units_of(_wide(ours), layout), strict=True):
         wrong = place[~place.isfinite()]
         if len(wrong):
             stored, spelled = f"{name}{ending}", str(ours.dtype).removeprefix("torch.")
@@ -677,7 +687,7 @@ def save_hugging_face(
     tensors = {
         name: place.flatten(0, 1).to(device="cpu", dtype=dtype, copy=True).contiguous()
         for ours, layout in name_table(config).items()
-        for (name, *_), place in zip(layout, _units(parameters[ours], layout), strict=True)
+        for (name, *_), place in zip(layout, units_of(parameters[ours], layout), strict=True)
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

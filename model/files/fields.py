@@ -1,7 +1,7 @@
 """What becomes of the fields of the JSON files beside a model's weights: read, of no effect here, or refused.
 
-A field of a config.json that is in no list here is named in a warning: it may be one that computes something. Of the
-other two files those are named that are known to change texts or ids, and are not applied.
+A field that is in no list here is named in a warning: it may be one that computes something. Of the other two files
+those are named, too, that are known to change texts or ids, and are not applied.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ ROPE_OF: Mapping[str, frozenset[str]] = {  # besides, of scalings of rotary freq
         "original_max_position_embeddings beta_fast beta_slow truncate attention_factor attn_factor mscale "
         "mscale_all_dim finetuned extrapolation_factor apply_yarn_scaling".split()
     ),
+    "longrope": frozenset("original_max_position_embeddings short_factor long_factor attention_factor".split()),
 }
 YARN_COMPUTES: dict[str, tuple[object, ...]] = {"extrapolation_factor": (1,), "apply_yarn_scaling": (True,)}
 
@@ -67,12 +68,34 @@ CHANGES_TEXTS: dict[str, tuple[object, ...]] = {
     "begin_suppress_tokens": ([],), "forced_bos_token_id": (), "forced_eos_token_id": (), "sequence_bias": (),
     "guidance_scale": (1,), "num_beams": (1,), "penalty_alpha": (0,), "typical_p": (1,), "epsilon_cutoff": (0,),
     "eta_cutoff": (0,), "exponential_decay_length_penalty": (), "stop_strings": (), "min_length": (0,),
-    "min_new_tokens": (0,), "watermarking_config": (), "dola_layers": (),
+    "min_new_tokens": (0,), "watermarking_config": (), "dola_layers": (), "token_healing": (False,), "constraints": (),
+    "force_words_ids": (), "forced_decoder_ids": (), "presence_penalty": (0,), "frequency_penalty": (0,),
 }  # fmt: skip
+# where a text begins, how long it may be, how it is sampled if nobody says so, and by which means it is computed
+IDLE_OF_TEXTS = frozenset(
+    "eos_token_id bos_token_id max_new_tokens max_time top_h renormalize_logits output_logits use_mtp is_assistant "
+    "cache_implementation cache_config max_cache_len return_legacy_cache prefill_chunk_size compile_config "
+    "disable_compile low_memory num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
+    "prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind "
+    "assistant_ensemble_weight speculation_type continuous_batching_config generation_kwargs trust_remote_code "
+    "_from_model_config _commit_hash chat_format max_window_size user_token_id assistant_token_id".split()
+)
 CHANGES_IDS: dict[str, tuple[object, ...]] = {
     "add_eos_token": (False,), "split_special_tokens": (False,), "do_lower_case": (False,), "sp_model_kwargs": ({},),
-    "remove_space": (False,), "strip_accents": (False,), "keep_accents": (True,),
+    "remove_space": (False,), "strip_accents": (False,), "keep_accents": (True,), "fix_mistral_regex": (False,),
 }  # fmt: skip
+# special tokens besides, whose names end in _token; the rest concerns batches, files, decoding in other programs, code
+KNOWN_OF_IDS = frozenset(
+    "add_bos_token add_prefix_space added_tokens_decoder additional_special_tokens extra_special_tokens chat_template "
+    "legacy model_specific_special_tokens tokenizer_class model_max_length max_len max_length padding padding_side "
+    "pad_to_multiple_of pad_token_type_id truncation truncation_side truncation_strategy stride model_input_names "
+    "clean_up_tokenization_spaces clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output errors "
+    "spaces_between_special_tokens use_default_system_prompt name_or_path _name_or_path processor_class auto_map "
+    "use_fast from_slow is_local local_files_only device_map trust_remote_code return_tensors transformers_version "
+    "special_tokens_map_file tokenizer_file vocab_file merges_file added_tokens_file fast_tokenizer_files init_inputs "
+    "verbose backend files_loaded response_template response_schema chat_control_tokens _commit_hash "
+    "unsloth_version".split()
+)
 
 
 def is_neutral(value: object, neutral: Collection[object]) -> bool:
@@ -96,6 +119,17 @@ def unknown(raw: Mapping[str, Any]) -> list[str]:
             known = ROPE | ROPE_OF.get(kind if isinstance(kind, str) else "", frozenset())
             found += [f"{place}.{name}" for name in sorted(inner.keys() - known)]
     return found
+
+
+def unknown_of_texts(raw: Mapping[str, Any]) -> list[str]:
+    """The fields of a generation_config.json that no list has."""
+    return sorted(raw.keys() - IDLE - IDLE_OF_TEXTS - CHANGES_TEXTS.keys())
+
+
+def unknown_of_ids(raw: Mapping[str, Any]) -> list[str]:
+    """The fields of a tokenizer_config.json that no list has, and that name no special token."""
+    found = sorted(raw.keys() - KNOWN_OF_IDS - CHANGES_IDS.keys())
+    return [name for name in found if not (name.endswith("_token") and isinstance(raw[name], str | dict | None))]
 
 
 _said = set[str]()

@@ -1,10 +1,10 @@
 """Checkpoints whose weights are float8 (e4m3) with scales of their own: which are read, and why others are not.
 
-Three kinds are: compressed-tensors' "float-quantized" with one scale for each output ("channel") or for a whole weight
-("tensor"), and fbgemm_fp8, which has one for each output. Both store a weight [O, I] next to its `weight_scale`. And
-fp8 in blocks, such as Qwen's of 128 x 128, has one for each, `weight_scale_inv` [O / 128, I / 128]; at the ends blocks
-may be smaller, and in spite of the name numbers are multiplied by it. How they would quantize activations is not taken
-over: the scales of inputs are ignored.
+Three kinds are: compressed-tensors' "float-quantized" with one scale for each output ("channel"), for a whole weight
+("tensor") or for each block, and fbgemm_fp8, which has one for each output. Both store a weight [O, I] next to its
+`weight_scale`. And fp8 in blocks, such as Qwen's of 128 x 128, whose scales are `weight_scale_inv` [O / 128, I / 128];
+at the ends blocks may be smaller, and in spite of the name numbers are multiplied by it. How they would quantize
+activations is not taken over: the scales of inputs are ignored.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 FLOAT8 = "F8_E4M3"  # as safetensors spells it
-PRESETS = ("FP8", "FP8_DYNAMIC")  # of compressed-tensors, in place of a description
+PRESETS = {"FP8": None, "FP8_DYNAMIC": None, "FP8_BLOCK": (128, 128)}  # of compressed-tensors: their blocks
 READ = (
-    "compressed-tensors float-quantized with a scale for each channel or tensor, fbgemm_fp8, and fp8 (e4m3) in blocks"
+    "compressed-tensors float-quantized with a scale for each channel, tensor or block, fbgemm_fp8, and fp8 (e4m3) in "
+    "blocks"
 )
 # ends of names in which other kinds keep weights: integers that are packed, codes, tables of scales
 PACKED = (
@@ -54,6 +55,9 @@ def block_of(raw: Mapping[str, Any]) -> tuple[int, int] | None:
         case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)], **rest}:
             fits = type(rows) is type(columns) is int and rows > 0 < columns and rest.get("fmt", "e4m3") == "e4m3"
             return (rows, columns) if fits else None
+        case {"quant_method": "compressed-tensors"}:
+            found = raw["quantization_config"]
+            return next(iter(_blocks(found))) if _is_float_quantized(found) else None
     return None
 
 
@@ -73,9 +77,9 @@ def is_unused(name: str) -> bool:
     return name.rpartition(".")[2] in UNUSED
 
 
-def scale_name(name: str, block: tuple[int, int] | None) -> str:
-    """Where the scales of a weight of that name are."""
-    return f"{name}_scale_inv" if block else f"{name}_scale"
+def scale_ending(raw: Mapping[str, Any]) -> str:
+    """What the scales of a weight are called behind its name."""
+    return "_scale_inv" if (raw.get("quantization_config") or {}).get("quant_method") == "fp8" else "_scale"
 
 
 def scale_shapes(shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple[tuple[int, ...], ...]:
@@ -88,10 +92,14 @@ def scale_shapes(shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple
 def _is_float_quantized(found: Mapping[str, Any]) -> bool:
     sparse = _described(found, "sparsity_config").get("format", "dense")
     rotated = _described(found, "transform_config").get("config_groups")
-    groups = _described(found, "config_groups")
     if found.get("format") != "float-quantized" or sparse != "dense" or rotated:
         return False
-    return bool(groups) and all(_is_read(name, group) for name, group in groups.items())
+    return len(_blocks(found)) == 1
+
+
+def _blocks(found: Mapping[str, Any]) -> set[tuple[int, int] | None]:
+    """The blocks that have a scale each in the groups of layers, None where outputs have; more than one: not read."""
+    return {each for name, group in _described(found, "config_groups").items() for each in _blocks_of(name, group)}
 
 
 def _described(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -102,15 +110,19 @@ def _described(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def _is_read(name: str, group: object) -> bool:
-    """Whether a group of layers has weights with a scale for each output or for all."""
+def _blocks_of(name: str, group: object) -> set[tuple[int, int] | None]:
+    """The blocks of a group of layers, as in _blocks."""
+    other = {None, (0, 0)}
     if isinstance(group, list):  # of names of layers, whose description is the group's own name
-        return name in PRESETS
-    weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict):
-        return False
-    kind = weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)
-    return kind == ("float", 8, True) and weights.get("strategy") in ("channel", "tensor")
+        return {PRESETS[name]} if name in PRESETS else other
+    match group.get("weights") if isinstance(group, dict) else None:
+        case {"type": "float", "num_bits": 8, "strategy": str(strategy), **rest} if rest.get("symmetric", True) is True:
+            match strategy, rest.get("block_structure"):
+                case (("channel" | "tensor"), _):
+                    return {None}
+                case "block", [int(rows), int(columns)] if type(rows) is type(columns) is int and rows > 0 < columns:
+                    return {(rows, columns)}
+    return other
 
 
 def _bits(found: Mapping[str, Any]) -> int | None:

@@ -33,6 +33,11 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's models are written as l
 MOST_ENTRIES = 1 << 22  # of an array: vocabularies and their merges have a tenth of this
 MOST_RECORDS = 1 << 16  # tensors, or fields, of a file
 MOST_LAYERS = 1 << 10  # the largest models have an eighth of this
+# texts of tokens that end an answer whatever the header names, as in llama.cpp: many files name only one of theirs
+ENDS = frozenset(
+    b"<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] <|end_of_text|> "
+    b"<end_of_utterance>".split()
+)
 CHUNK = 1 << 18  # numbers that are dequantized at once, which keeps the library's own memory small
 WINDOW = 1 << 20  # bytes of a header that are read at once
 
@@ -48,7 +53,6 @@ _NEUTRAL: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("logit_scale", (0.0, 1.0)),
     ("residual_scale", (0.0, 1.0)),
     ("embedding_scale", (0.0, 1.0)),
-    ("use_parallel_residual", (False,)),
 )
 _NEUTRAL_ROPE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("rope.scaling.alpha", (0.0,)),
@@ -60,14 +64,21 @@ _NEUTRAL_YARN: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("rope.scaling.yarn_ext_factor", (-1.0, 1.0)),
     ("rope.scaling.yarn_log_multiplier", (0.0,)),  # files write it in two different scales
 )
+_NEUTRAL_LONGROPE: tuple[tuple[str, tuple[object, ...]], ...] = (
+    ("rope.scaling.alpha", (0.0,)),
+    ("rope.scaling.factor", (0.0, 1.0)),  # of which its own factors are in place
+    ("rope.scaling.yarn_attn_factor", (1.0,)),
+    ("rope.scaling.yarn_ext_factor", (-1.0, 0.0)),
+)
 _READ = frozenset(
     "vocab_size context_length embedding_length block_count feed_forward_length attention.head_count "
     "attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon "
     "attention.sliding_window rope.dimension_count rope.freq_base rope.scale_linear rope.scaling.type "
     "rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor "
     "rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
+    # of no effect in these architectures; the last, true in Qwen1.5's files, llama.cpp reads for GPT-NeoX alone
     "tensor_data_layout expert_used_count pooling_type classifier.output_labels rope.dimension_sections "
-    "attention.layer_norm_epsilon".split()  # from "tensor_data_layout" on of no effect in these architectures
+    "attention.layer_norm_epsilon use_parallel_residual".split()
 )
 
 
@@ -376,11 +387,20 @@ class Header(Fields):
                 f"{self.path}: tokenizer.ggml.tokens has {len(tokens):,} entries, but token_embd.weight has "
                 f"{vocab_size:,} rows"
             )
-        window = fields.raw.get("attention.sliding_window") or None
         scaling = self._rope_scaling(head_dim)
         stated = fields.whole("context_length")
+        positions = scaling.reach(stated) if scaling else stated
+        if (
+            fields.raw.get("attention.sliding_window")
+            and (window := fields.whole("attention.sliding_window")) < positions
+        ):
+            # whoever trained it meant one, and llama.cpp, for which the file is, reads none in these architectures
+            said = f"texts end where it does, at {window:,}: past it llama.cpp and the model's authors differ"
+            say(self.path, ["attention.sliding_window"], said)
+            positions = window
         biased = self.architecture == "llama" and "blk.0.attn_output.bias" in self._tensors  # no field says it
         ends = [self.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        ends += [i for i, text in enumerate(tokens) if text in ENDS] if isinstance(tokens, list) else []
         return ModelConfig(
             vocab_size=vocab_size,
             dim=dim,
@@ -389,15 +409,15 @@ class Header(Fields):
             n_kv_heads=self._size("attention.head_count_kv") if "attention.head_count_kv" in fields.raw else n_heads,
             head_dim=head_dim,
             ffn_dim=self._size("feed_forward_length"),
-            max_seq_len=scaling.reach(stated) if scaling else stated,
+            max_seq_len=positions,
             norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
             rope_theta=fields.number("rope.freq_base") if "rope.freq_base" in fields.raw else 10000.0,
             rope_scaling=scaling,
             tie_embeddings="output.weight" not in self._tensors,
             qkv_bias=self.architecture == "qwen2" or biased,
             o_bias=biased,
+            mlp_bias=self.architecture == "llama" and "blk.0.ffn_down.bias" in self._tensors,
             qk_norm=self.architecture == "qwen3",
-            sliding_window=window and fields.whole("attention.sliding_window"),
             bos_id=self.token("tokenizer.ggml.bos_token_id"),
             eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
         )
@@ -420,18 +440,28 @@ class Header(Fields):
         """The scaling of rotary frequencies, as llama.cpp reads it: linear unless stated otherwise; 0 is none."""
         fields = self.arch_fields
         kind = self.text(f"{self.architecture}.rope.scaling.type", "linear")
-        if kind not in ("none", "linear", "yarn"):
-            fields.refuse("rope.scaling.type", "'none', 'linear' or 'yarn'")
-        self._only_neutral(_NEUTRAL_YARN if kind == "yarn" else _NEUTRAL_ROPE)
+        rules = {"yarn": _NEUTRAL_YARN, "longrope": _NEUTRAL_LONGROPE, "none": _NEUTRAL_ROPE, "linear": _NEUTRAL_ROPE}
+        if kind not in rules:
+            fields.refuse("rope.scaling.type", "'none', 'linear', 'yarn' or 'longrope'")
+        self._only_neutral(rules[kind])
+        if kind in ("yarn", "longrope") and "rope_freqs.weight" in self._tensors:
+            raise CheckpointError(f"{self.path} has rope_freqs.weight, but with rope.scaling.type {kind!r} it must not")
         if kind == "yarn":
             return self._yarn()
+        if kind == "longrope":  # llama.cpp's converter gives the length, and llama.cpp takes 1 without
+            short, long = (self._rope_factors(f"rope_factors_{name}.weight", head_dim) for name in ("short", "long"))
+            return RopeScaling(
+                kind="longrope", factor=1.0, factors=short, long_factors=long,
+                original_max_seq_len=fields.whole("rope.scaling.original_context_length"),
+                attention_factor=fields.number_or("rope.scaling.attn_factor", 1.0),
+            )  # fmt: skip
         named = [
             name for name in ("rope.scaling.factor", "rope.scale_linear") if name in fields.raw
         ]  # the older name last
         said = kind == "linear" and bool(named) and fields.raw[named[0]] != 0
         factor = fields.number(named[0]) if said else 1.0
         if "rope_freqs.weight" in self._tensors:
-            factors = self._rope_factors(head_dim)
+            factors = self._rope_factors("rope_freqs.weight", head_dim)
             return RopeScaling(kind="factors", factor=factor, factors=factors)
         return RopeScaling(kind="linear", factor=factor) if factor != 1.0 else None
 
@@ -442,8 +472,6 @@ class Header(Fields):
         converter writes a config.json's attn_factor, too, as yarn_attn_factor: of the two it is the one below 1.
         """
         fields, prefix = self.arch_fields, "rope.scaling."
-        if "rope_freqs.weight" in self._tensors:
-            raise CheckpointError(f"{self.path} has rope_freqs.weight, but with rope.scaling.type 'yarn' it must not")
         factor = fields.number(f"{prefix}factor")
         own = f"{prefix}yarn_attn_factor"
         stated = fields.number(own) if own in fields.raw else None
@@ -459,17 +487,17 @@ class Header(Fields):
             attention_factor=stated if more == 1.0 else more * (yarn_length(factor) if stated is None else stated),
         )
 
-    def _rope_factors(self, head_dim: int) -> tuple[float, ...]:
+    def _rope_factors(self, name: str, head_dim: int) -> tuple[float, ...]:
         """The factor of each rotary pair, [H/2]."""
-        shape, kind = self.describe("rope_freqs.weight")
-        where = f"{self.path}: rope_freqs.weight"
+        shape, kind = self.describe(name)
+        where = f"{self.path}: {name}"
         if len(shape) != 1:
             raise CheckpointError(f"{where} must be a factor for each rotary pair")
         if shape[0] != head_dim // 2:
             raise CheckpointError(f"{where} must have {head_dim // 2} factors, one per pair, got {shape[0]:,}")
         if kind not in self.readable:
             raise CheckpointError(f"{where} is stored as {kind}, but only {', '.join(self.readable)} can be read")
-        factors = self._read("rope_freqs.weight", slice(None), slice(None)).tolist()
+        factors = self._read(name, slice(None), slice(None)).tolist()
         for i, factor in enumerate(factors):
             if not 0 < factor < math.inf:
                 raise CheckpointError(f"{where} needs positive factors, but factor {i} is {factor}")
@@ -479,7 +507,8 @@ class Header(Fields):
 
     def names(self) -> list[str]:
         """The tensors that are weights; rotary tables are not."""
-        tables = r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight"
+        long = self.arch_fields.raw.get("rope.scaling.type") == "longrope"
+        tables = rf"rope_{'factors_(long|short)' if long else 'freqs'}\.weight|blk\.\d+\.attn_rot_embd\.weight"
         return [name for name in self._tensors if not re.fullmatch(tables, name)]
 
     def name_of(self, name: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .reading import CheckpointError, at_home, first_line, is_gguf, readable_name
+from .reading import CheckpointError, at_home, first_line, is_gguf, read_json, readable_name
 
 HUB_ID = r"\w[\w.-]*/[\w.-]+"
 # of a GGUF file in a repository, as llama.cpp and Ollama write it: owner/name:Q4_K_M; or the file's whole name
@@ -63,13 +63,28 @@ def resolve_model(name: str | Path) -> Path:
     except CheckpointError:
         raise
     except Exception as error:  # the network and the hub fail in ways we cannot list
-        raise CheckpointError(f"no folder {Path(name)}, and the hub did not provide it: {first_line(error)}") from error
+        cached = find_downloaded(str(name))  # the library also misses files there that nobody needs
+        if cached is None or not _is_whole(cached):
+            said = f"no folder {Path(name)}, and the hub did not provide it: {first_line(error)}"
+            raise CheckpointError(said) from error
+        folder = cached
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{name} on the hub is not a model that can be read: it has no config.json (for one of its GGUF files, if "
             f"it has such, append the quantization, as in {name}:Q4_K_M)"
         )
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder has a tokenizer and all weights in safetensors."""
+    index = folder / "model.safetensors.index.json"
+    shards = {"model.safetensors"}
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        found = read_json(index).get("weight_map")
+        shards = set(map(str, found.values())) if isinstance(found, dict) else shards
+    has_tokenizer = any((folder / f"tokenizer.{kind}").is_file() for kind in ("json", "model"))
+    return has_tokenizer and all((folder / shard).is_file() for shard in shards)
 
 
 def find_downloaded(name: str) -> Path | None:

@@ -13,14 +13,14 @@ import re
 import struct
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ..config import ModelConfig
 from .chat_template import MOST_OF_A_TEMPLATE, Template, TemplateError
-from .fields import CHANGES_IDS, not_neutral, say
+from .fields import CHANGES_IDS, not_neutral, say, unknown_of_ids
 from .reading import CheckpointError, first_line, is_gguf, read_json, refuse_pointer
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class StreamDecoder:
         return text
 
 
+NOT_APPLIED = "not applied: texts become ids without"
 MOST_WITHOUT_ROW = 1024  # ids of a tokenizer; CodeLlama-34b has four
 SAMPLE = "The quick brown fox jumps over the lazy dog, 1234567890 times; naïve café, über 中文.\n\n\tif (x):"
 
@@ -142,6 +143,8 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
             ranked = re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", file.read(1024))
         path, tokenizer = model, (_TiktokenTokenizer if ranked else _SentencePieceTokenizer)(model, notes, config)
     _require_rows(path, tokenizer.vocab_size, config)
+    if notes.prefix is not None and notes.prefix != tokenizer.starts_with_space:
+        say(folder / "tokenizer_config.json", ["add_prefix_space"], NOT_APPLIED)
     return tokenizer
 
 
@@ -172,6 +175,7 @@ class _Notes:
     more: frozenset[str] = frozenset()  # other special tokens
     added: dict[str, tuple[int, bool]]  # tokens outside the vocabulary file: text -> id, special
     add_bos: bool | None
+    prefix: bool | None = None  # whether a text is said to begin with a space; None: nobody says so
     legacy: bool
     template: str | None
 
@@ -199,7 +203,8 @@ class _Notes:
         added = {text: (int(i), False) for text, i in _read_if_there(folder / "added_tokens.json").items()}
         for i, token in raw.get("added_tokens_decoder", {}).items():
             added[token["content"]] = (int(i), bool(token.get("special", False)))
-        say(folder / "tokenizer_config.json", not_neutral(raw, CHANGES_IDS), "not applied: texts become ids without")
+        say(folder / "tokenizer_config.json", not_neutral(raw, CHANGES_IDS), NOT_APPLIED)
+        say(folder / "tokenizer_config.json", unknown_of_ids(raw), "not known here, and ignored")
         template = _read_if_there(folder / "chat_template.json").get("chat_template", raw.get("chat_template"))
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -211,6 +216,7 @@ class _Notes:
             more=frozenset(text for text in more if isinstance(text, str)),
             added=added,
             add_bos=raw.get("add_bos_token"),
+            prefix=raw.get("add_prefix_space"),
             legacy=bool(raw.get("legacy", False)),
             template=template,
         )
@@ -236,14 +242,24 @@ class _BytesTokenizer(ABC):
         self._template = Template(notes.template, notes.special) if notes.template is not None else None
 
     @functools.cached_property
-    def delimiters(self) -> frozenset[str]:
-        """What messages must not be read as: special tokens, and those of others that the template itself writes."""
-        template, named = self.notes.template or "", {text for text in self.notes.more if text in self.whole}
+    def ends(self) -> frozenset[str]:
+        """What no message must be read as: special tokens, however they are marked, and those that end a text."""
+        named = {text for text in self.notes.more if text in self.whole}
         ends = {text for text in self.whole if {*self._encode(text)[-1:]} & {*self.eos_ids}}
-        return frozenset({*self.special, *named, *ends, *(text for text in self.whole if text in template)} - {""})
+        return frozenset({*self.special, *named, *ends} - {""})
 
     @functools.cached_property
-    def _starts_with_space(self) -> bool:
+    def delimiters(self) -> frozenset[str]:
+        """Those, and others that the template itself writes: what nobody but the assistant may write.
+
+        Its own earlier answers hold some, such as <think>, and templates look for them.
+        """
+        template = self.notes.template or ""
+        return self.ends | {text for text in self.whole if text in template and not text.isspace()}
+
+    @functools.cached_property
+    def starts_with_space(self) -> bool:
+        """Whether a text that begins without a space is read as if it had one."""
         return b"".join(map(self.token_bytes, self._encode("a"))).startswith(b" ")
 
     @abstractmethod
@@ -261,9 +277,9 @@ class _BytesTokenizer(ABC):
         text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.drops_first_space else text
 
-    def _refuse_delimiters(self, parts: Sequence[str]) -> None:
+    def _refuse_delimiters(self, parts: Sequence[str], delimiters: Collection[str]) -> None:
         """ValueError if a delimiter is read in one of these texts although none is written out in it."""
-        read = ((text, i) for text in self.delimiters for i in self._encode(text)[-1:])
+        read = ((text, i) for text in delimiters for i in self._encode(text)[-1:])
         ids_of = {i: text for text, i in read if self.token_bytes(i) in (b"", text.encode())}  # as one token, that is
         for part in parts:
             if found := next((ids_of[i] for i in self._encode(part) if i in ids_of), None):
@@ -276,7 +292,7 @@ class _BytesTokenizer(ABC):
 
         They are those behind a line end, whose own are taken away.
         """
-        if not self._starts_with_space:
+        if not self.starts_with_space:
             return self._encode(text)
         head, ids = self._encode("\n"), self._encode("\n" + text)
         return ids[len(head) :] if ids[: len(head)] == head else self._encode(text)
@@ -300,11 +316,15 @@ class _BytesTokenizer(ABC):
         mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
         if mark is None:
             raise ValueError("messages hold all of U+FDD0 to U+FDEF, of which none is a character")
-        if not parse_special and self.delimiters:
-            found = re.compile(f"(?={'|'.join(map(re.escape, self.delimiters))})")  # overlapping ones, too
+        for i, message in enumerate(conversation if not parse_special else ()):
+            delimiters = self.ends if message["role"] == "assistant" else self.delimiters
+            if not delimiters:
+                continue
+            found = re.compile(f"(?={'|'.join(map(re.escape, delimiters))})")  # overlapping ones, too
+            conversation[i] = {name: _cut(text, found, mark) for name, text in message.items()}
             if self.loose:
-                self._refuse_delimiters([part for text in texts for part in _cut(text, found, mark).split(mark)])
-            conversation = [{name: _cut(text, found, mark) for name, text in m.items()} for m in conversation]
+                parts = [part for text in conversation[i].values() for part in text.split(mark)]
+                self._refuse_delimiters(parts, delimiters)
         first, *others = _render(self.notes, self._template, conversation).split(mark)
         ids = self.encode(first, bos=False)  # the template writes BOS itself
         for part in others:
@@ -737,7 +757,10 @@ class _BytePairTokenizer(_BytesTokenizer):
         cut = header.text("tokenizer.ggml.pre", "default")
         if cut not in _SPLITS:
             header.refuse("tokenizer.ggml.pre", f"one of {', '.join(_SPLITS)}")
-        merges = [(merge[:1] + first, second) for merge in header.texts("tokenizer.ggml.merges") or []
+        stored = header.texts("tokenizer.ggml.merges")
+        if stored is None:  # as in llama.cpp: without any, texts would be read byte by byte
+            header.refuse("tokenizer.ggml.merges", "a list of texts")
+        merges = [(merge[:1] + first, second) for merge in stored
                   for first, _, second in [merge[1:].partition(" ")]]  # fmt: skip
         texts, kinds = vocabulary.texts, vocabulary.kinds
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = {
+    "asked",
     "batch",
     "card",
     "common",

@@ -71,10 +71,10 @@ def export_gguf(folder: Path, out: Path, dtype: str, tokenizer_of: Path | None =
     import gguf
 
     config = read_config(folder)
-    if config.qkv_bias or config.qk_norm or config.sliding_window:
+    if config.qkv_bias or config.mlp_bias or config.qk_norm or config.sliding_window:
         raise ValueError(f"{folder} is not a plain Llama: only that shape is exported")
-    if config.rope_scaling and config.rope_scaling.length != 1.0:
-        raise ValueError(f"{folder} has YaRN, whose longer queries and keys are not exported")
+    if config.rope_scaling and (config.rope_scaling.length != 1.0 or config.rope_scaling.kind == "longrope"):
+        raise ValueError(f"{folder} has YaRN or longrope, whose longer queries and keys or two lists are not exported")
     writer, file_type = gguf.GGUFWriter(out, "llama"), "ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"
     for name, value in {
         "name": folder.resolve().name, "file_type": gguf.LlamaFileType[file_type],

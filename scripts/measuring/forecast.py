@@ -18,7 +18,7 @@ from gpt_fast_sd.fast.devices import traits_of
 from gpt_fast_sd.loading import TORCH_DTYPES, MemoryPlan, bytes_of_layers, bytes_of_weights, check_kv_dtype, locate
 from gpt_fast_sd.loading.memory import MORE_NODES
 from gpt_fast_sd.model import FORMATS, PRESETS, CacheFormat, ModelConfig, preset, read_config
-from gpt_fast_sd.policies.config import gamma_tiers
+from gpt_fast_sd.policies.config import further_tiers, gamma_tiers
 from gpt_fast_sd.policies.standalone import check_draft_model
 from gpt_fast_sd.quantization.quantize import TAIL
 from gpt_fast_sd.quantization.table import precision, require_copy, require_sizes
@@ -195,9 +195,8 @@ class System:
         """Rounds of gamma drafts, including the cost of their selection; gamma 0 is plain decoding."""
         loading.check_planes(EngineConfig(kv_dtype=self.kv_dtype), draft, self.model)
         device, policy = torch.device(self.device), registry.policy_class(draft.policy)
-        under = self.conditions(efficiency)
-        if draft.quantize == "planes":  # the target reads both, by the kernel that drafts
-            under = replace(under, precision="planes")
+        read_by = "planes" if draft.quantize == "planes" else self.quantize  # a target reads both
+        under = replace(self.conditions(efficiency), precision=read_by)
         theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0
@@ -245,7 +244,9 @@ class System:
 
     def best(self, draft: DraftConfig, chances: Alpha, batch: int, context: float, e: Efficiency = IDEAL) -> Forecast:
         """Rounds with the gamma that a configuration fixes, or with the best that gamma "auto" times beforehand."""
-        tiers = gamma_tiers(self.model.group_size)[1:] if isinstance(draft.gamma, str) else [draft.gamma]
+        group = self.model.group_size
+        auto = *gamma_tiers(group)[1:], *further_tiers(group)
+        tiers = auto if isinstance(draft.gamma, str) else [draft.gamma]
         return roofline.best_gamma(lambda gamma: self.forecast(draft, chances, batch, context, gamma, e), tiers)
 
     def memory(self, draft: DraftConfig, batch: int, context: int) -> tuple[int, str | None]:

@@ -114,7 +114,7 @@ def logits_after(model: Transformer, ids: Sequence[int], last: int = 1) -> Tenso
     n, padding = len(ids), -len(ids) % LENGTHS  # a library keeps what it made for each length that it meets, some MiB
     tokens = torch.tensor([[*ids, *[0] * padding]], device=model.embedding.weight.device)
     pos = torch.arange(n + padding, device=tokens.device)[None]
-    hidden = model.hidden(tokens, pos, CausalSelf())[0, n - last : n]  # [last, D]
+    hidden = model.hidden(tokens, pos, CausalSelf(model.config.windows))[0, n - last : n]  # [last, D]
     return cast(Tensor, model.output(hidden).float())
 
 

@@ -109,7 +109,7 @@ class Job:
         return [params_of(self.args, temperature, row) for row in range(n)]
 
     def build(self, batch: int, context: int, draft: DraftConfig | None) -> Engine:
-        args, room, most = self.args, context + self.args.max_new_tokens, self.config.n_positions
+        args, room, most = self.args, context + self.args.max_new_tokens, self.config.max_seq_len
         if room > most:
             raise ValueError(f"{context:,} tokens and {args.max_new_tokens:,} new ones are over {most:,} positions")
         config = replace(self.engine_config, batch_size=batch, max_seq_len=room)
@@ -388,7 +388,7 @@ class ByBudget(Mode):
         args = job.args
         if args.context and len(args.context) > 1:
             raise ValueError(f"--sweep budget measures with one --context, got {len(args.context)}")
-        (batch,), room = args.batch, job.config.n_positions - args.max_new_tokens
+        (batch,), room = args.batch, job.config.max_seq_len - args.max_new_tokens
         share = -(-batch // len(job.texts))  # rows of a text
         context = (args.context or [prompts.longest_context(min(map(len, job.texts.values())), share, room)])[0]
         if not 2 <= context <= room:

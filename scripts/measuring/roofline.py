@@ -117,7 +117,7 @@ class Conditions:
     weight_bytes, kv_bytes: bytes of one weight, and of one element of a key or value (2 for bf16). head_bytes: of one
     weight of the output; None: like any other. precision: of quantized weights, by name. more_kernels: of a layer whose
     cache is of bytes. ranks: chips that hold the model together. efficiency: what kernels reach.
-    full_layers: layers that attend to everything, None: all; the others read a window (0: they keep no keys).
+    full_layers: layers that attend to everything, None: as the model says; the others read a window (0: no keys).
     experts: of a layer's feed-forward part, and how many of them a token has. kv_link: bytes per second of what stands
     between the chip and the whole cache, whose part for drafts it holds itself.
     """
@@ -136,7 +136,8 @@ class Conditions:
 
     def entries(self, config: ModelConfig, context: float) -> float:
         """Entries that a row's query reads in all layers, for each kv head."""
-        full = config.n_layers if self.full_layers is None else self.full_layers
+        if (full := self.full_layers) is None:
+            return float(sum(min(context, window or context) for window in config.windows))
         return full * context + (config.n_layers - full) * min(context, self.window)
 
     def experts_read(self, n_tokens: float) -> float:

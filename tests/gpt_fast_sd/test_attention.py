@@ -38,13 +38,13 @@ class Case(dense.Case):
 
     def __init__(
         self, form: str = "own", dtype: torch.dtype = FP32, *, n_tokens: int = 5, group: int = 3, head_dim: int = 64,
-        n_keys: int = N_KEYS, tail: int = 64,
+        n_keys: int = N_KEYS, tail: int = 64, window: int = 0,
     ) -> None:  # fmt: skip
         ends = [n_tokens - 1, (n_keys + n_tokens) * 2 // 3 - 1, n_keys - 1, n_keys + n_tokens + 3]
         super().__init__(
             ends, n_tokens=n_tokens, group=group, n_kv=K, head_dim=head_dim, n_keys=n_keys,
             spare=CAPACITY - n_keys, dtype=dtype, held=HELD.get(form), tail=tail if form == "draft" else 0,
-            seed=n_tokens + group + head_dim,
+            window=window, seed=n_tokens + group + head_dim,
         )  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         if self.k_scale is None:  # values in view must be finite
@@ -78,16 +78,18 @@ def test_attention_is_that_of_fp64_and_both_planes_are_the_bytes_to_the_last_bit
 
 
 @over_kinds
-@pytest.mark.parametrize("n_tokens", [1, 5])
-def test_masses_and_queries_of_some_slots_are_of_what_is_read(n_tokens: int, form: str, dtype: torch.dtype) -> None:
-    case, slots = Case(form, dtype, n_tokens=n_tokens), torch.tensor([2, 1])
+@pytest.mark.parametrize(("n_tokens", "window"), [(1, 0), (5, 0), (1, 1), (5, 20), (5, 300), (150, 20)])
+def test_masses_and_some_slots_are_of_what_is_read(n_tokens: int, window: int, form: str, dtype: torch.dtype) -> None:
+    case, slots = Case(form, dtype, n_tokens=n_tokens, window=window), torch.tensor([2, 1])
+    assert is_close(case.attend()[0], case.expected())
     out, mass = case.attend(32)
     assert mass is not None and is_close(out, case.expected())
     near = NEAR if dtype == FP32 else {"rtol": 0.05, "atol": 0.01}
     torch.testing.assert_close(mass, case.expected_mass(32), **near)
     torch.testing.assert_close(mass.sum(-1)[:3], torch.full((3, K), 3.0 * n_tokens))
     if form == "planes":
-        assert all(map(torch.equal, (out, mass), Case("int8", dtype, n_tokens=n_tokens).attend(32)))  # type: ignore[arg-type]
+        byte = Case("int8", dtype, n_tokens=n_tokens, window=window)
+        assert all(map(torch.equal, (out, mass), byte.attend(32)))  # type: ignore[arg-type]
     given = case.q[slots], case.layer(), slots, case.pos[slots], N_KEYS
     for body in (attention.dense_of_slots, prefill.prefill_attention_of_slots):  # the latter by operators of CUDA
         out, mass = body(*given)
@@ -106,10 +108,10 @@ def test_nothing_past_a_rows_position_is_seen_whatever_it_is(page: int, form: st
 
 
 @over_kinds
-@pytest.mark.parametrize("n_tokens", [1, 4])
-def test_listed_entries_and_a_window_are_what_is_read(n_tokens: int, form: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("n_tokens", "window"), [(1, 0), (4, 0), (4, 450)])
+def test_what_is_listed_and_a_window_are_read(n_tokens: int, window: int, form: str, dtype: torch.dtype) -> None:
     def attended(form: str) -> tuple[Tensor, Tensor]:
-        case = Case(form, dtype, n_tokens=n_tokens)
+        case = Case(form, dtype, n_tokens=n_tokens, window=window)
         case.pos[3] += N_KEYS - case.pos[3, 0]  # an idle slot's, which reads nothing
         kv_indices = selection.entries_of(torch.tensor([[3, 0, -1], [7, 1, 2]]).repeat(4, 1, 1), 16)  # [B, K, 48]
         # of the last rows some of the list stands in the window

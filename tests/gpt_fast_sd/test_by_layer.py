@@ -100,6 +100,12 @@ def test_a_step_gives_what_the_step_over_all_layers_gives(name: str, changes: di
         check_equal(name, model, tolerance=1e-3)
 
 
+@pytest.mark.parametrize("full_layers", [(), (1,)])
+def test_where_windows_differ_a_step_is_compiled_for_all_layers(full_layers: tuple[int, ...], traced: Parts) -> None:
+    model = tiny_model(tiny_config(n_layers=3, sliding_window=20, full_layers=full_layers))
+    assert check_equal("verify mass", model).graphs == 1 and len(traced) == (1 if full_layers else 3)
+
+
 class Times(torch.nn.Module):
     """A norm by a tensor that is no parameter of its own."""
 

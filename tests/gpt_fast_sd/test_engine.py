@@ -4,7 +4,9 @@ Shapes: B slots, T tokens, V vocabulary.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +21,7 @@ from gpt_fast_sd.model import ModelConfig, save_hugging_face
 from gpt_fast_sd.serving.requests import TokenEvent
 from tests.gpt_fast_sd.policies.drafting import tokens_of
 from tests.helpers import ByteTokenizer, few, random_ids, tiny_config, tiny_engine, tiny_model, whole_text_logits
+from tests.helpers import random_transformers_model as random_model
 
 LENGTHS = [1, 2, 700, 3, 255, 256, 257, 10, 511, 512, 513, 7, 90]
 PROMPTS = [random_ids(n, seed=n + i) for i, n in enumerate(LENGTHS)]
@@ -218,20 +221,16 @@ NO_PROMPTS = [True, 2], b"ab", bytearray(b"ab"), {1: 2}, {1, 2}, [1.0], [None], 
 PROMPT_REFUSED: list[tuple[Any, Any, str]] = [
     *(([prompt], None, "prompt 0 must be a text or a list of whole token ids, got ") for prompt in NO_PROMPTS),
     *(([[1, 2]], params, "SamplingParams") for params in (5, "greedy", {"max_tokens": 3}, [5])),
-    ([""], None, "prompt 0 is empty"),
-    ([[1], []], None, "prompt 1 is empty"),
-    (["text"], None, "no tokenizer"),
-    ([[1, 2, 258]], None, "258.* 0 to 257"),
-    ([[1], [-1]], None, "prompt 1 .*-1"),
+    ([""], None, "prompt 0 is empty"), ([[1], []], None, "prompt 1 is empty"), (["text"], None, "no tokenizer"),
+    ([[1, 2, 258]], None, "258.* 0 to 257"), ([[1], [-1]], None, "prompt 1 .*-1"),
     *(([[1]], SamplingParams(stop_token_ids=[n]), f"stop_token_ids holds token id {n}") for n in (258, 2**40)),
     (5, None, "prompts must be a list"),
     ([([1], SamplingParams())], [SamplingParams()], "prompt 0 has its own SamplingParams"),
-    ([[1]], SamplingParams(stop="x"), "no tokenizer"),
-    ([[1], [2]], [SamplingParams()], "2 prompts .* got 1"),
+    ([[1]], SamplingParams(stop="x"), "no tokenizer"), ([[1], [2]], [SamplingParams()], "2 prompts .* got 1"),
     ([[1], [2]], [SamplingParams()] * 3, "2 prompts .* got 3"),
     ([random_ids(700)], SamplingParams(max_tokens=69), "700 .* 69: together 769, over max_seq_len 768"),
     ([[1], random_ids(1000)], SamplingParams(max_tokens=200), "prompt 1 has 1,000 .* 200: together 1,200, .* 768"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("prompts", "params", "sentence"), PROMPT_REFUSED, ids=[case[2] for case in PROMPT_REFUSED])
@@ -268,7 +267,6 @@ def test_logits_refuse_what_cannot_run() -> None:
 ENGINES_REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any] | None, str]] = [
     # settings of an engine and its draft; what its model and a draft model have of their own
     ({"max_seq_len": 4097}, {}, {}, None, "4,097 .* 4,096"),
-    ({"max_seq_len": 501}, {}, {"sliding_window": 500}, None, "501 .* sliding window of 500"),
     ({"max_seq_len": 2**30, "batch_size": 1000}, {}, {"max_seq_len": 2**30}, None,
      "batch_size 1000 x .* KV cache .* GiB"),
     *(({}, {"policy": "early_exit", "exit_layers": n}, {"n_layers": layers}, None,
@@ -276,7 +274,6 @@ ENGINES_REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict
     *(({"max_seq_len": 640}, {"policy": "standalone", "view": "full"}, {}, theirs, said) for theirs, said in (
         ({"vocab_size": 1283}, "the draft model has a vocabulary of 1,283, the target of 258"),
         ({"max_seq_len": 639}, "max_seq_len 640 is over the draft model's 639 positions"),
-        ({"sliding_window": 512}, "over the draft model's 512 positions, .* view 'full' reads from all"),
         (None, "needs a draft model"))),
     ({"max_seq_len": 640}, {"policy": "standalone", "budget": 200}, {}, {"max_seq_len": 400},
      "budget 200 and a chunk of 256 prompt tokens are over the draft model's 400 positions: .* at most 144"),
@@ -303,7 +300,7 @@ def test_a_configuration_that_does_not_fit_the_models_is_refused(
 
 
 def test_a_configuration_at_the_edge_of_the_model_runs() -> None:
-    one = engine(tiny_config(max_seq_len=300, sliding_window=300), max_seq_len=300, batch_size=1)
+    one = engine(tiny_config(max_seq_len=300, sliding_window=400), max_seq_len=300, batch_size=1)
     assert one.generate([random_ids(296)], SamplingParams(max_tokens=4))[0].tokens == slow_greedy(random_ids(296), 4)
     assert one.draft == DraftConfig(policy="off")  # where none is asked for
 
@@ -319,3 +316,41 @@ def test_a_folder_gives_an_engine_in_the_dtype_asked_for_whatever_a_caller_has_s
     assert (one.dtype, one.cache.layers[0].k.dtype, one.tokenizer) == (dtype, dtype, None)
     assert dtype == torch.bfloat16 or tokens == slow_greedy(PROMPTS[5], 4)
     assert one.config is config
+
+
+EAGER = EngineConfig(batch_size=2, max_seq_len=256, device="cpu", compile=False)
+FAMILIES = {"Llama": {}, "Mistral": {}, "Qwen2": {"tie_word_embeddings": True}, "Qwen3": {"num_key_value_heads": 1}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_transformers_shares_its_memory_and_computes_what_it_did(family: str) -> None:
+    for share in (False, True):
+        theirs, ids = random_model(family, **FAMILIES[family]), torch.tensor([random_ids(50, vocab_size=131)])
+        before, sizes = theirs(ids).logits, {name: p.nbytes for name, p in theirs.named_parameters()}
+        several = "num_key_value_heads" not in FAMILIES[family]
+        copied = [n for name, n in sizes.items() if not share or (several and re.search("[qkv]_proj", name))]
+        one = Engine.from_transformers(theirs, None, EAGER, share=share)
+        assert torch.equal(theirs(ids).logits, before)
+        torch.testing.assert_close(one.logits(ids[0].tolist()), before[0], rtol=1e-5, atol=1e-4)
+        storages = [p.untyped_storage() for p in (*theirs.parameters(), *one.model.parameters())]
+        assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) == sum(sizes.values()) + sum(copied)
+        greedy = theirs.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 50:]
+        assert one.generate(ids.tolist(), SamplingParams(max_tokens=9, ignore_eos=True))[0].tokens == greedy.tolist()
+
+
+def test_what_is_no_plain_model_of_transformers_is_refused() -> None:
+    peft = type("PeftModelForCausalLM", (), {"__module__": "peft.peft_model"})()
+    whole = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
+    changes: list[tuple[Callable[[Any], object], dict[str, Any], str]] = [
+        (lambda m: setattr(m.config, "quantization_config", {"bits": 4}), {}, "quantized by transformers"),
+        (lambda m: setattr(m.model.layers[0].self_attn.q_proj, "weight", whole), {}, "is quantized"),
+        (lambda m: setattr(m.lm_head, "bias", torch.nn.Parameter(torch.zeros(131))), {}, "has the parameter"),
+        (lambda m: m.model.norm.to("meta"), {}, "norm.weight is torch.float32 on meta, the embedding"),
+        (lambda m: 0, {"dtype": "bf16"}, "dtype 'bf16' was requested, and the model is in fp32"),
+        (lambda m: 0, {"max_seq_len": 300}, "max_seq_len 300 is over the model's 256 positions"),
+    ]
+    given: list[Any] = [(peft, id, {}, "must be transformers' LlamaForC.*, got PeftM.* what merge_and_unload")]
+    for model, change, how, said in given + [(random_model("Llama"), *one) for one in changes]:
+        change(model)
+        with pytest.raises(ValueError, match=said):
+            Engine.from_transformers(model, None, replace(EAGER, **how))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.serving import Penalties
 from gpt_fast_sd.serving.logprobs import beside, found_of
 from gpt_fast_sd.serving.requests import Intake
 from tests.drafts import draft_of
@@ -98,6 +99,32 @@ def test_processors_of_transformers_give_what_its_generate_gives(tmp_path: Path)
         one.schedule.rounds.capture = captures
         assert [c.tokens for c in one.generate(prompts, params)] == expected
         assert [one.submit(*job).result().tokens for job in zip(prompts, params, strict=True)] == expected
+
+
+PENALIZED: list[dict[str, Any]] = [
+    {"presence_penalty": 0.9, "frequency_penalty": 0.4}, {"frequency_penalty": -1.5, "logit_bias": {"7": 4, 9: -100}},
+    {"presence_penalty": 2, "logit_bias": {65: 99}}, {"presence_penalty": -2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", few(["plain", "captured", "compiled"], ["captured"]))
+def test_penalties_and_biases_are_those_of_a_slow_loop(how: str) -> None:
+    model, expected, prompts = tiny_model(), [], [random_ids(n, seed=n) for n in (40, 3, 90, 21)]
+    for prompt, fields in zip(prompts, PENALIZED, strict=True):
+        text, a, b = [*prompt], fields.get("presence_penalty", 0), fields.get("frequency_penalty", 0)
+        for _ in range(20):
+            logits, emitted = whole_text_logits(model, text)[-1].tolist(), text[len(prompt) :]
+            for token in {*emitted}:
+                logits[token] -= a + b * emitted.count(token)
+            for token, by in fields.get("logit_bias", {}).items():
+                logits[int(token)] += by
+            text.append(max(range(258), key=logits.__getitem__))
+        expected.append(text[len(prompt) :])
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, processor=Penalties(**each)) for each in PENALIZED]
+    one = tiny_engine(draft_of("off" if how == "plain" else "full"), compile=how == "compiled")
+    one.schedule.rounds.capture = capture if how == "captured" else None
+    assert [c.tokens for c in one.generate(prompts, params)] == expected
+    assert [one.submit(*job).result().tokens for job in zip(prompts, params, strict=True)] == expected
 
 
 TOY, PROMPT = tiny_config(vocab_size=5, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24), [0, 3, 1, 4, 2, 2]

@@ -27,6 +27,7 @@ from gpt_fast_sd.fast.ops import int4 as ops_int4
 from gpt_fast_sd.fast.ops import int8 as ops_int8
 from gpt_fast_sd.loading import MemoryPlan, System, fit, plan_for, workspace
 from gpt_fast_sd.loading.load import load
+from gpt_fast_sd.loading.load import plan_of as plan_of_models
 from gpt_fast_sd.model import Transformer, load_model, save_hugging_face
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.policies.hierarchy import HierarchyDraft
@@ -234,7 +235,8 @@ def test_making_a_copy_takes_no_more_than_is_planned(name: str, monkeypatch: pyt
     for module in (precisions, workspace, ops_int8):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 256)
     one = tiny_engine(model=model_of(**WIDE, n_layers=1), batch_size=1, max_seq_len=300)
-    plan = one._plan_of(DraftConfig(policy="full", gamma=1, quantize=name), None)
+    draft = DraftConfig(policy="full", gamma=1, quantize=name)
+    plan = plan_of_models(one.model, None, one.config, draft, one.parallel)
     with LiveBytes() as live:
         copy = draft_copy(one.model, name)
     own = bytes_held(copy) - sum(p.nbytes for p in one.model.parameters() if any(p is q for q in copy.parameters()))
@@ -378,6 +380,8 @@ def test_a_cpu_refuses_what_it_does_not_run_before_weights_are_read(tmp_path: Pa
         (model_of(), DraftConfig(), {"quantize": "float8"}, f"quantize 'float8' {float8}"),
         (model_of(), DraftConfig(policy="full", quantize="float8"), {}, f"quantize 'float8' of a draft {float8}"),
         (tiny_model(), DraftConfig(), {"quantize": "int4"}, f"quantize 'int4' {BY_32}"),
+        (tiny_model(), DraftConfig(), {"max_seq_len": 5000}, "max_seq_len 5,000 is over the model's 4,096 positions"),
+        (tiny_model(), DraftConfig(policy="early_exit", exit_layers=60), {}, "exit_layers must be below the model's 2"),
     ):
         save_hugging_face(source, tmp_path, dtype=torch.bfloat16)
         (tmp_path / "model.safetensors").write_bytes(b"")  # what is in it is not looked at

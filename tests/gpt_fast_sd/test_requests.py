@@ -61,24 +61,19 @@ def run(texts: list[str], stop: str | list[str], **params: Any) -> tuple[list[st
 @pytest.mark.parametrize(
     ("texts", "stop", "shown"),
     [
-        (["one ", "END", " two"], "END", ["one ", ""]),
-        (["one E", "ND two"], "END", ["one ", ""]),
+        (["one ", "END", " two"], "END", ["one ", ""]), (["one E", "ND two"], "END", ["one ", ""]),
         (["a", "E", "N", "D", "b"], "END", ["a", "", "", ""]),
         (["xxEN", "ENDy"], "END", ["xx", "EN"]),  # what was held is shown once it cannot be the stop string
-        (["aEND", "b"], ["zzz", "END"], ["a"]),
-        (["END"], "END", [""]),
+        (["aEND", "b"], ["zzz", "END"], ["a"]), (["END"], "END", [""]),
         (["one two", " three"], ["three", "two"], ["one "]),
         (["one two three"], ["three", "two"], ["one "]),  # both in one piece: the first to come
         (["aa", "aa", "bc"], "aaabc", ["", "a", ""]),  # the held text begins the stop string again, one letter later
-        (["\n", "\n", "x"], "\n\n", ["", ""]),
-        (["日本", "語テ", "キスト"], "語テキ", ["日本", "", ""]),
+        (["\n", "\n", "x"], "\n\n", ["", ""]), (["日本", "語テ", "キスト"], "語テキ", ["日本", "", ""]),
         # never completed: what was held is shown
-        (["a", "E", "N"], "END", ["a", "", "EN"]),
-        (["EN", "EN", "X"], "END", ["", "EN", "ENX"]),
-        (["stop", "ped"], "stops", ["", "stopped"]),
-        (["a", "", "b"], "END", ["a", "", "b"]),
+        (["a", "E", "N"], "END", ["a", "", "EN"]), (["EN", "EN", "X"], "END", ["", "EN", "ENX"]),
+        (["stop", "ped"], "stops", ["", "stopped"]), (["a", "", "b"], "END", ["a", "", "b"]),
     ],
-)
+)  # fmt: skip
 def test_a_stop_string_ends_the_text_before_it(texts: list[str], stop: str | list[str], shown: list[str]) -> None:
     got, completion = run(texts, stop)
     assert got == shown
@@ -100,7 +95,7 @@ def test_a_stop_string_ends_the_text_before_it(texts: list[str], stop: str | lis
         ({"max_tokens": 4}, [*b"ab", 0xE8, EOS], ["a", "b", "", "\ufffd"], "stop"),
         ({"max_tokens": 4}, [*b"ab", 0xE8, 0xE8], ["a", "b", "", "\ufffd\ufffd"], "length"),
     ],
-)
+)  # fmt: skip
 def test_eos_or_max_tokens_end_a_text(params: dict[str, Any], tokens: list[int], shown: list[str], reason: str) -> None:
     one = request(StreamDecoder(ByteTokenizer()), **params)
     assert feed(one, tokens) == shown

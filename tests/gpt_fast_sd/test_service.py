@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams, TokenEvent
 from gpt_fast_sd.serving import service
@@ -57,6 +58,25 @@ def test_whoever_has_a_result_may_call_the_engine_and_ask_again_and_may_have_los
         assert [request.result().tokens] == [c.tokens for c in one.generate([ids], PARAMS[0])]
     del one
     assert an_engine().submit(ids, PARAMS[0]).result().tokens == request.result().tokens
+
+
+def test_scores_have_their_turn_between_submissions_and_all_get_what_they_get_alone() -> None:
+    one = an_engine()
+    [whole] = one.generate([PROMPTS[1]], LONG)
+    [alone] = one.score([text := [*PROMPTS[1], *whole.tokens[:20]]], top=2)
+    assert alone.best.shape == (22, 2) and alone.best_ids[2:, 0].tolist() == whole.tokens[:20]
+    assert torch.equal(alone.greedy, alone.best[:, 0] == alone.logprobs)
+
+    def scoring(ids: Any, logits: Any) -> Any:
+        with pytest.raises(RuntimeError, match="still streaming"):
+            one.score([text])
+        return logits
+
+    requests = [one.submit(PROMPTS[1], LONG) for _ in range(4)] + [one.submit([1], SamplingParams(processor=scoring))]
+    with ThreadPoolExecutor(4) as users:
+        found = [*users.map(lambda _: one.score([text])[0].logprobs, range(8))]
+    assert all(torch.equal(each, alone.logprobs) for each in found)
+    assert [request.result().tokens for request in requests][:4] == [whole.tokens] * 4
 
 
 def test_closing_ends_what_threads_have_at_work() -> None:
@@ -190,14 +210,17 @@ def test_a_process_that_was_forked_says_so_and_does_not_wait_for_threads_it_lack
         torch.set_num_threads(2)
         one = Engine.from_pretrained("bundled", EngineConfig(device="cpu", compile=False, max_seq_len=512))
         one.generate("It was", SamplingParams(max_tokens=2))
-        if not os.fork():
-            for call in (one.generate, one.submit):
-                try:
-                    call("It was")
-                except RuntimeError as error:
-                    print(error, flush=True)
-            os._exit(0)
-        os.wait()
+        for n, calls in (2, (one.generate, one.submit)), (1, (one.submit,)):
+            torch.set_num_threads(n)
+            next(events := iter(one.submit("It was", SamplingParams(max_tokens=400, ignore_eos=True))))
+            if not os.fork():
+                for call in calls:
+                    try:
+                        call("It was")
+                    except RuntimeError as error:
+                        print(error, flush=True)
+                os._exit(0)
+            os.wait()
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
-    assert done.stdout.count("forked from the one that built the engine: build one in each process") == 2, done.stderr
+    assert done.stdout.count("forked from the one that built the engine: build one in each process") == 3, done.stderr

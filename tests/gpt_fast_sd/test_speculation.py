@@ -21,7 +21,17 @@ from gpt_fast_sd.serving.requests import Completion, RoundEvent, TokenEvent
 from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.drafts import MIXTURES, POLICIES, VIEWS, draft_of, given
 from tests.gpt_fast_sd.policies.drafting import drafting_now_and_then, entries, nearly, prefilled, tokens_of
-from tests.helpers import Patch, ahead, few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
+from tests.helpers import (
+    Patch,
+    ahead,
+    few,
+    random_ids,
+    thinned,
+    tiny_config,
+    tiny_engine,
+    tiny_model,
+    whole_text_logits,
+)
 
 # ---- rounds counted by hand: a model that counts, and drafts that are right as often as the test says ---------------
 
@@ -224,6 +234,23 @@ SOME = {
 @pytest.mark.parametrize(("name", "gamma", "group"), few(itertools.product(POLICIES, GAMMAS, GROUPS), SOME))
 def test_speculation_never_changes_greedy_output(name: str, gamma: int, group: int) -> None:
     assert speculation_changes_nothing(name, gamma, group)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("name", few(["off", *POLICIES, *MIXTURES], ["off", "streaming", "snapkv", "quest", "guided"]))
+def test_a_model_past_its_window_says_what_it_says_without_a_cache(name: str, kv_dtype: str | None) -> None:
+    """A window of 20 in the first of two layers; over int8 what plain decoding says, whose keys are rounded, too."""
+    config = tiny_config(sliding_window=20, full_layers=(1,))
+    one, params = speculator(name, 3, config, kv_dtype=kv_dtype), SamplingParams(max_tokens=12)
+    got = one.generate(PROMPTS, params)
+    assert name in ("off", "lookup") or one.stats.accepted > 0
+    if kv_dtype:
+        assert tokens_of(got) == tokens_of(speculator("off", 3, config, kv_dtype=kv_dtype).generate(PROMPTS, params))
+        return
+    for prompt, said in zip(PROMPTS, got, strict=True):
+        logits = whole_text_logits(one.model, [*prompt, *said.tokens])
+        torch.testing.assert_close(one.logits(prompt), logits[: len(prompt)], rtol=1e-4, atol=1e-4)
+        assert said.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("name", few(POLICIES, ["streaming", "lookup", "guided", "hierarchy over standalone"]))

@@ -38,6 +38,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {}, "tied": {"tie_embeddings": True}, "qwen2": {"qkv_bias": True, "tie_embeddings": True},
     "qwen3": {"qk_norm": True}, "one kv head": {"n_kv_heads": 1}, "80 dims": {"head_dim": 80},
     "llama3": {"rope_scaling": LLAMA3}, "biases": {"qkv_bias": True, "o_bias": True},
+    "qwen3 with biases": {"qk_norm": True, "qkv_bias": True, "o_bias": True},
+    "windows": {"sliding_window": 70, "full_layers": (1,)},
     "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=256)},
 }  # fmt: skip
 CACHES = "bf16", "int8", "planes"
@@ -128,7 +130,7 @@ STEPS: list[dict[str, Any]] = [
 
 
 @needs_kernel
-@pytest.mark.parametrize("name", few(MODELS, {"tied", "qwen2", "qwen3"}))
+@pytest.mark.parametrize("name", few(MODELS, {"tied", "qwen2", "qwen3", "windows"}))
 @pytest.mark.parametrize("cache", CACHES)
 def test_it_is_the_model(by_operators: None, name: str, cache: str) -> None:
     """Of the same operators called one by one it differs in what the sums of norms and the angles are rounded to."""
@@ -303,8 +305,9 @@ def test_what_it_does_not_serve_is_compiled() -> None:
         assert pack_linears(odd) and not fuses(odd, cache_of(odd))
     plain = tiny_model(CONFIG, dtype=BF16)
     assert not fuses(plain, cache_of(plain)), "weights that are not packed"
-    head = tiny_model(replace(CONFIG, vocab_size=258), dtype=BF16)
-    assert pack_linears(head) and not fuses(head, cache_of(head)), "a head that is not"
+    for what in ({"vocab_size": 258}, {"mlp_bias": True}):  # a head that is not, biases between gates and ups
+        other = tiny_model(replace(CONFIG, **what), dtype=BF16)
+        assert pack_linears(other) and not fuses(other, cache_of(other)), what
     assert not Runner(plain, cache_of(plain), backend=FastBackend(CPU, {})).bodies.fused
 
 

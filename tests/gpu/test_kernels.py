@@ -37,7 +37,7 @@ def test_few_queries_attend_as_in_fp64_and_pages_get_the_mass_that_was_paid_them
     case = place.dense_case(group, head_dim, n_tokens, dtype, held)
     expected, _ = case.expected()
     (q, pos), layer = place.put(case.q, case.pos), place.layer_of(case)
-    args = q, layer, pos, case.n_keys, kernels.split_for(case.k.shape[2])
+    args = q, layer, pos, case.n_keys, kernels.split_for(case.k.shape[2], case.k.shape[0] * case.k.shape[1])
     assert near(kernels.decode_attention(*args), expected, dtype)
     for page in (PAGE, 64):
         out, mass = kernels.decode_attention_with_mass(*args, page)

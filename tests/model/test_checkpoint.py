@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -451,7 +452,8 @@ def test_the_hub_gives_pickles_only_without_safetensors_or_one_sentence(tmp_path
             raise OSError("no network\nand more lines")
         return str(tmp_path)
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=download))
+    hub = SimpleNamespace(snapshot_download=download, try_to_load_from_cache=lambda *_: str(tmp_path / "config.json"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     save(tmp_path)
     assert models.resolve_model("owner/name") == tmp_path
     assert "model*.safetensors" in asked and "pytorch_model*.bin" not in asked
@@ -463,6 +465,10 @@ def test_the_hub_gives_pickles_only_without_safetensors_or_one_sentence(tmp_path
         with pytest.raises(CheckpointError, match=said):
             models.resolve_model(name)
     assert models.find_downloaded("a" * 256 + "/b") is None
+    for file, whole in (("tokenizer.json", False), ("model.safetensors", True)):  # what else it asks for is not needed
+        (tmp_path / file).touch()
+        with nullcontext() if whole else pytest.raises(CheckpointError, match="hub did not provide it: no network"):
+            assert models.resolve_model("owner/none") == tmp_path
 
 
 GGUF_FILES = (
@@ -553,14 +559,15 @@ def test_weights_in_float8_are_dequantized_row_by_row_or_kept_with_a_scale_for_e
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["as it is", "dequantized"])
+@pytest.mark.parametrize("of", ["channel", "compressed blocks"])
 @pytest.mark.parametrize(("name", "bad"), [(Q, torch.nan), (f"{Q}_scale", torch.nan), (f"{Q}_scale", torch.inf)])
-def test_float8_that_is_no_finite_number_is_refused(name: str, bad: float, kept: bool, tmp_path: Path) -> None:
-    save_float8(tmp_path)
+def test_float8_that_is_no_finite_number_is_refused(name: str, bad: float, of: str, kept: bool, tmp_path: Path) -> None:
+    save_float8(tmp_path, of)
     tensor = load_file(tmp_path / "model.safetensors")[name]
     tensor.view(-1)[-1:] = bad
     change(tmp_path, lambda tensors: tensors.update({name: tensor}))
     said = refusal(tmp_path, Keeper() if kept else None)
-    assert re.search(f"model.safetensors: {name if kept else Q} holds -?(nan|inf) as ", said)
+    assert re.search(f"model.safetensors: {name if kept and of == 'channel' else Q} holds -?(nan|inf) as ", said)
 
 
 def test_what_a_checkpoint_ignores_keeps_its_dtype_and_is_found(tmp_path: Path) -> None:

@@ -22,7 +22,18 @@ LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }  # fmt: skip
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
+LONG: dict[str, Any] = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.5, 1.1, 1.2, 1.3, 1.4, 2.0, 1.0], "rope_theta": 10000.0,
+    "long_factor": [1.0, 1.0, 2.0, 3.0, 5.0, 9.0, 20.0, 40], "original_max_position_embeddings": 64,
+}  # fmt: skip
+LONG_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"rope_type": "su"}, "must be 'default', 'linear', 'llama3', 'yarn', 'longrope' or"),
+    ({"original_max_position_embeddings": None}, "original_max_position_embeddings is None, but"),
+    ({"long_factor": [1.0, -1.0]}, "rope_scaling: long_factor is [1.0, -1.0], but it must be a list of positive"),
+    ({"long_factor": [1.0] * 7}, "rope scaling must have 8 factors, one per pair, got"),
+]
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
+MIXED, SLIDING = ["full_attention", "sliding_attention"], QWEN3 | {"use_sliding_window": True}
 
 # Parameters that the hub counts in the files (tied heads once). Shapes, bases and epsilons were compared with litgpt's
 # table of models (github.com/Lightning-AI/litgpt, litgpt/config.py, commit 26857050), which names the config.json of
@@ -90,16 +101,19 @@ def test_a_field_that_is_left_out_means_what_transformers_takes(kind: str, left_
         ({}, "architectures is missing"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu', but it must be 'silu'"),
         (LLAMA | {"attention_bias": 1}, "attention_bias is 1, but it must be true or false"),
-        *((raw | {"attention_bias": True}, "attention_bias is True, but it must be False") for raw in (QWEN3, MISTRAL)),
-        (LLAMA | {"mlp_bias": True}, "mlp_bias is True"),
-        (QWEN3 | {"use_sliding_window": True, "num_hidden_layers": 29}, "use_sliding_window is True"),
-        (QWEN3 | {"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window is True, but it must be Fa"),
-        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'slid"),
+        (MISTRAL | {"attention_bias": True}, "attention_bias is True, but it must be False"),
+        (QWEN3 | {"mlp_bias": True}, "mlp_bias is True, but it must be False"),
+        (LLAMA | {"use_sliding_window": True}, "use_sliding_window is True, but it must be False"),
+        (QWEN3 | {"use_sliding_window": 1}, "use_sliding_window is 1, but it must be true or false"),
+        (SLIDING | {"max_window_layers": -1}, "max_window_layers is -1, but it must be a whole number of at least 0"),
+        *((SLIDING | {"layer_types": bad}, "it must be a list of 2, one a") for bad in (MIXED * 2, ["chunked"] * 2, 2)),
+        *((raw | {"layer_types": MIXED}, "of 'full_attention' where no sliding_window") for raw in (LLAMA, QWEN3)),
+        (MISTRAL | {"layer_types": MIXED}, "a list of 2, one a layer, of 'sliding_attention' in a MistralForCausalLM"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but it must be 1.0"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor is 0.5"),
         (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: original_max_position_embedd"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 0.0}}, "rope_scaling: factor is 0.0"),
-        (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "must be 'default', 'linear', 'llama3', 'yarn' or"),
+        *((LLAMA | {"rope_scaling": LONG | wrong}, says) for wrong, says in LONG_REFUSED),
         (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is"),
         (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_scaling: low_freq_factor is missing"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1, got 0.5"),
@@ -130,7 +144,7 @@ def test_what_cannot_be_read_exactly_is_refused_by_name(raw: dict[str, Any], say
 
 def test_a_shape_without_a_family_cannot_be_written() -> None:
     config = ModelConfig.from_hugging_face(QWEN3 | {"architectures": ["Qwen2ForCausalLM"]}, "c")
-    with pytest.raises(ValueError, match="family has this shape: qkv_bias True, o_bias False, qk_norm True"):
+    with pytest.raises(ValueError, match="qkv_bias True, o_bias False, mlp_bias False, qk_norm True"):
         replace(config, qk_norm=True).to_hugging_face()
 
 
@@ -194,7 +208,11 @@ NOTES = {"architectures": None, "initializer_range": 0.02, "transformers_version
             "repetition_penalty, suppress_",
         ),
         ("tokenizer_config", {"add_eos_token": True}, "add_eos_token: not applied"),
-        ("tokenizer_config", {"add_eos_token": False, "sp_model_kwargs": {}}, None),
+        ("tokenizer_config", {"add_eos_token": False, "image_token": "<s>", "add_prefix_space": True}, None),
+        ("tokenizer_config", {"add_prefix_space": False}, "add_prefix_space: not applied"),
+        ("tokenizer_config", {"cut_token": 3, "legacy": True, "word_cutter": 1}, "cut_token, word_cutter: not known"),
+        ("generation_config", {"sampler": 1, "temperature": 1.0}, "sampler: not known"),
+        ("generation_config", "all of transformers", None),
     ],
 )
 def test_a_field_that_is_not_known_or_not_applied_is_said(
@@ -202,6 +220,8 @@ def test_a_field_that_is_not_known_or_not_applied_is_said(
 ) -> None:
     shutil.copytree(BUNDLED, tmp_path / "model")
     path = tmp_path / "model" / f"{file}.json"
+    if isinstance(raw, str):
+        raw = dict.fromkeys(pytest.importorskip("transformers").GenerationConfig().__dict__)
     held = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(held | {name: value for name, value in raw.items() if name != "architectures"}))
     with warnings.catch_warnings(record=True) as warned:

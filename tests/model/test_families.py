@@ -10,6 +10,7 @@ import torch
 from gpt_fast_sd.fast.cpu.generated import GeneratedFeedForward, prepare_for_inductor
 from gpt_fast_sd.model import CausalSelf, FeedForward, load_model, read_config, save_hugging_face
 from tests.helpers import SIZES, random_transformers_model, tiny_config
+from tests.model.test_config import LONG
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,7 +22,9 @@ LLAMA3_ROPE = {
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 DYNAMIC_ROPE = LINEAR_ROPE | {"rope_type": "dynamic"}  # texts here have as many tokens as positions
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LONGER = LONG | {"original_max_position_embeddings": 62}  # than texts here
 YARN_OPTIONS = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
+MIXED, WINDOWED = ["full_attention", "sliding_attention"], {"use_sliding_window": True, "sliding_window": 20}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one query head per kv head": ("Llama", {"num_key_value_heads": 4}),
     "llama, G = 3": ("Llama", THREE_GROUPS),
@@ -30,10 +33,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("Qwen2", {"rope_parameters": YARN_ROPE | {"attention_factor": 1.2}}),
     "yarn with every option": ("Qwen3", {"head_dim": 24, "rope_parameters": YARN_ROPE | YARN_OPTIONS}),
     "dynamic rotary scaling": ("Llama", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 63}),
+    "longrope, texts of up to 64": ("Mistral", {"rope_parameters": LONG, "max_position_embeddings": 64}),
+    "longrope": ("Qwen2", {"rope_parameters": LONGER}),
+    "longrope, its length said": ("Llama", {"rope_parameters": LONGER | {"attention_factor": 0.9, "factor": 8.0}}),
     "tied embeddings, its own head_dim": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
-    "llama with biases": ("Llama", THREE_GROUPS | {"attention_bias": True}),
+    "granite-3b-code, all biases": ("Llama", THREE_GROUPS | {"attention_bias": True, "mlp_bias": True}),
+    "qwen3 with biases": ("Qwen3", {"attention_bias": True, "head_dim": 24}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral v0.1, window longer than the text": ("Mistral", {"sliding_window": 128}),
+    "mistral v0.1, window shorter than the text": ("Mistral", {"sliding_window": 8}),
+    "ministral, one layer windowed": ("Ministral", {"sliding_window": 9, "layer_types": MIXED, "head_dim": 16}),
+    "qwen2, last layer windowed": ("Qwen2", WINDOWED | {"max_window_layers": 1}),
+    "qwen3, first layer windowed": ("Qwen3", WINDOWED | {"layer_types": MIXED[::-1], "head_dim": 24}),
+    "qwen2, window behind the last layer": ("Qwen2", WINDOWED | {"max_window_layers": 5}),
     "qwen2, biases, tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3, normed queries and keys": ("Qwen3", {"head_dim": 24}),
     "yi": ("Llama", {"num_key_value_heads": 1, "rope_theta": 5e6}),
@@ -51,7 +63,7 @@ def assert_same_logits(theirs: Any, folder: Path) -> None:
     tokens = torch.randint(0, SIZES["vocab_size"], (2, 63))
     expected = theirs(tokens).logits
     ours = load_model(folder, dtype=torch.float32)
-    logits = ours(tokens, torch.arange(63).expand_as(tokens), CausalSelf())
+    logits = ours(tokens, torch.arange(63).expand_as(tokens), CausalSelf(ours.config.windows))
     # fp32 sums in another order: measured at most 1.3e-6 of the largest logit
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert ours.config.n_params == sum(p.numel() for p in ours.parameters()) == theirs.num_parameters()

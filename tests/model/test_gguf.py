@@ -1,5 +1,6 @@
 """A GGUF file is the model that transformers reads from it; a damaged or lying one is refused in one sentence."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -25,12 +26,17 @@ transformers = pytest.importorskip("transformers")
 from gguf import GGMLQuantizationType as Kind  # noqa: E402
 
 from tests.gguf_files import byte_pair_fields, transformers_model, write_gguf, write_parts  # noqa: E402
+from tests.model.test_config import LONG  # noqa: E402
 
 Make = Callable[..., Path]
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers reads GGUF with accelerate")
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}  # fmt: skip
+LONGROPE = LONG | {"rope_theta": 50000.0, "factor": 4.0}
+LONG_FIELDS = {  # as llama.cpp's converter writes that of Phi-3
+    "type": "longrope", "original_context_length": 64, "attn_factor": (1 + np.log(4) / np.log(64)) ** 0.5,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any], Kind]] = {
     "llama, tied, G = 3": ("Llama", {"tie_word_embeddings": True}, Kind.Q4_1),
@@ -77,7 +83,7 @@ def test_logits_equal_what_transformers_reads_from_the_same_file(case: str, made
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Llama with biases"])
 def test_an_unquantized_file_has_every_bit_of_the_folder_it_was_made_of(family: str, tmp_path: Path) -> None:
-    more = {"attention_bias": True} if family.endswith("biases") else {}
+    more = {"attention_bias": True, "mlp_bias": True} if family.endswith("biases") else {}
     theirs = transformers_model(family.split()[0], tie_word_embeddings=True, **more)
     theirs.save_pretrained(tmp_path)
     folder, file = load_model(tmp_path), load_model(write_gguf(tmp_path / "model.gguf", theirs))
@@ -87,17 +93,20 @@ def test_an_unquantized_file_has_every_bit_of_the_folder_it_was_made_of(family: 
     assert file.output.weight is file.embedding.weight
 
 
-@pytest.mark.parametrize("rope", ["llama3", "linear", "scale_linear", "none"])
+@pytest.mark.parametrize("rope", ["llama3", "linear", "scale_linear", "none", "longrope"])
 def test_rotary_scaling_is_read_from_factors_and_from_fields(rope: str, tmp_path: Path) -> None:
     plain = {"rope_type": "default", "rope_theta": 50000.0}
-    of_rope = {"llama3": LLAMA3, "none": plain}.get(rope, plain | {"rope_type": "linear", "factor": 4.0})
+    known = {"llama3": LLAMA3, "none": plain, "longrope": LONGROPE}
+    of_rope = known.get(rope, plain | {"rope_type": "linear", "factor": 4.0})
     theirs = transformers_model("Llama", rope_parameters=of_rope)
     fields: dict[str, Any] = {
         "linear": {".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0},
         "scale_linear": {".rope.scale_linear": 4.0},
         "none": {".rope.scaling.type": "none"},
+        "longrope": {f".rope.scaling.{name}": value for name, value in LONG_FIELDS.items()},
     }.get(rope, {})
-    tensors = {}
+    lists = [name for name in ("long", "short") if rope == "longrope"]
+    tensors = {f"rope_factors_{x}.weight": (np.array(LONGROPE[f"{x}_factor"], np.float32), Kind.F32) for x in lists}
     if rope == "llama3":  # llama.cpp divides each frequency by a stored factor
         exponent = torch.arange(0, 16, 2) / 16
         factors = (50000.0**-exponent / theirs.model.rotary_emb.inv_freq).float().numpy()
@@ -144,6 +153,14 @@ YARN_FIELDS = {  # as llama.cpp's converter names what a config.json has
 def yarn_fields(rope: dict[str, Any]) -> dict[str, Any]:
     """What llama.cpp's converter writes of this scaling."""
     return {".rope.scaling.type": "yarn"} | {YARN_FIELDS[name]: rope[name] for name in rope if name in YARN_FIELDS}
+
+
+@pytest.mark.parametrize(("window", "positions"), [(20, 20), (600, 512), (0, 512)])
+def test_texts_end_where_a_window_does_that_llama_cpp_does_not_read(window: int, positions: int, made: Make) -> None:
+    path = made(how={"fields": {".attention.sliding_window": window}})
+    with pytest.warns(match="at 20: past it") if window == 20 else contextlib.nullcontext():
+        config = read_config(path)
+    assert (config.max_seq_len, config.sliding_window) == (positions, None)
 
 
 @pytest.mark.parametrize("more", [{}, {"attention_factor": 1.25}, {"beta_fast": 16.0, "beta_slow": 2.0}])
@@ -245,6 +262,10 @@ def test_eos_ids_are_all_that_end_a_text(made: Make) -> None:
     ids = {"eos": 7, "eot": 9, "eom": 7, "bos": 3}
     config = read_config(made(how={"fields": {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}}))
     assert config.eos_ids == (7, 9) and config.bos_id == 3
+    # whatever the header names, as in llama.cpp: Llama 3 Instruct of spring 2024, a finetune of Qwen2.5's base
+    for ends in (["<|end_of_text|>", "<|eot_id|>"], ["<|endoftext|>", "<|im_end|>"]):
+        fields = {"tokenizer.ggml.tokens": [*map(str, range(158)), *ends], "tokenizer.ggml.eos_token_id": 158}
+        assert read_config(made(how={"fields": fields})).eos_ids == (158, 159)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -278,10 +299,12 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({".block_count": 1}, r"the header's model has no place for blk\.1\.\S+ and \d+ more tensors"),
     ({".feed_forward_length": 96}, r"has shape \[128, 96\], but the header asks for \[96, 96\]"),
     ({".context_length": "long"}, "context_length is 'long'"),
+    ({".attention.sliding_window": "x"}, "attention.sliding_window is 'x'"),
     ({".rope.dimension_count": 8}, "rope.dimension_count is 8, but it must be the size of a head"),
     ({".attention.value_length": 8}, "attention.value_length is 8"),
     ({".rope.scaling.factor": "4"}, "rope.scaling.factor is '4', but it must be a"),
-    ({".rope.scaling.type": "longrope", ".rope.scaling.attn_factor": 1.19}, "rope.scaling.type is 'longrope', but it"),
+    ({".rope.scaling.type": "longrope", ".rope.scaling.attn_factor": 1.19}, "has no tensor rope_factors_short.weight"),
+    ({".rope.scaling.type": "longrope", ".rope.scaling.factor": 2.0}, "factor is 2.0, but it must be absent or 1"),
     ({".rope.scaling.attn_factor": 1.19}, "attn_factor is 1.1\\d+, but it must be abs"),
     ({".rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor is 1.0, but it must be absent or"),
     ({".rope.scaling.alpha": 1000.0}, "rope.scaling.alpha is 1000.0, but it must be absent or 0.0"),
@@ -364,7 +387,7 @@ def test_a_field_or_tensor_that_makes_no_sense_is_refused_by_name(family: str, h
 
 def test_a_field_that_is_not_known_is_said(made: Make) -> None:
     with pytest.warns(UserWarning, match=r"model.gguf: attention.new: not known here, and ignored$"):
-        read_config(made(how={"fields": {".attention.new": 3, ".rope.scaling.finetuned": True}}))
+        read_config(made(how={"fields": {".attention.new": 3, ".use_parallel_residual": True}}))
 
 
 def test_an_unknown_architecture_or_a_vocabulary_unlike_the_embedding_is_refused(made: Make, tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ def test_a_chat_is_what_the_files_template_makes_of_it(tmp_path: Path) -> None:
         ({"model": "bert"}, "model is 'bert', but it must be 'llama' (sentencepiece) or 'gpt2' (byte pairs)"),
         ({"merges": ["no such"]}, "tokenizer.ggml.merges is damaged: "),
         ({"merges": 7}, "tokenizer.ggml.merges is 7, but it must be a list of texts"),
+        ({"merges": None}, "tokenizer.ggml.merges is missing, but it must be a list of texts"),
         ({"token_type": [1, 1]}, "token_type is [1, 1], but it must be as long as the vocabulary, 681"),
         ({"token_type": [9] * 681}, "must be a list of kinds, 1 to 6"),
         ({"tokens": ["a"] * 681}, "tokenizer.ggml.tokens has 'a' more than once"),

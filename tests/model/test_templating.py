@@ -170,9 +170,12 @@ def test_the_process_ends_though_the_one_that_asked_was_killed() -> None:
     pytest.fail("it runs on")
 
 
-@pytest.mark.parametrize(("name", "value"), [("executable", None), ("executable", ""), ("frozen", True)])
-def test_without_python_no_process_is_started(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, name, value, raising=False)
+@pytest.mark.parametrize("own", [None, "", "/usr/bin/uwsgi"])
+def test_where_a_program_embeds_python_the_one_beside_it_renders(own: str | None, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "executable", own)
+    assert echo().render(say("fine")) == ">fine"
+    for name in ("prefix", "base_prefix") if own else ("frozen",):
+        monkeypatch.setattr(sys, name, "/none", raising=False)
     with pytest.raises(TemplateError, match="no process can be started for it: this program has no Python interpreter"):
         echo().render(say("fine"))
 

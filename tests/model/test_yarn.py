@@ -1,4 +1,4 @@
-"""YaRN is what transformers does, to the bit where it is arithmetic, and to fp32 where it is a model."""
+"""YaRN and longrope are what transformers does, to the bit in arithmetic, and to fp32 in a model."""
 
 import json
 import math
@@ -11,10 +11,12 @@ import torch
 
 from gpt_fast_sd import DraftConfig, SamplingParams
 from gpt_fast_sd.model import ModelConfig, RopeScaling, Transformer, load_model
-from tests.helpers import few, random_transformers_model, tiny_config, tiny_engine
+from tests.helpers import few, random_transformers_model, tiny_config, tiny_engine, tiny_model
 from tests.model.test_config import LLAMA as CONFIG
+from tests.model.test_config import LONG
 
 LLAMA = CONFIG | {"rope_theta": 10000.0}
+LISTS = {"factors": (1.0,), "long_factors": (1.0,)}
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 OPTIONS: dict[str, dict[str, Any]] = {
     "as Qwen says to add it": {},
@@ -123,13 +125,15 @@ def test_yarn_that_makes_no_sense_is_refused_by_name(changes: dict[str, Any], sa
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"kind": "ntk"}, r"must be 'linear', 'llama3', 'yarn', 'dynamic' or 'factors', got 'ntk'"),
+        ({"kind": "ntk"}, r"must be 'linear', 'llama3', 'yarn', 'dynamic', 'factors' or 'longrope', got 'ntk'"),
         ({"factor": math.nan}, "factor must be at least 1, got nan"),
         ({"original_max_seq_len": 0}, "original_max_seq_len must be a whole number above 0, got 0"),
         ({"original_max_seq_len": 1.5}, "original_max_seq_len must be a whole number above 0, got 1.5"),
         ({"beta_fast": math.nan}, "needs beta_fast >= beta_slow > 0, got nan and 1.0"),
-        ({"attention_factor": 0.0}, "attention_factor must be a positive number in 'yarn' and None in every other"),
+        ({"attention_factor": 0.0}, "attention_factor must be a positive number in 'yarn' or 'longrope' and None in"),
         ({"kind": "linear", "attention_factor": 1.0}, "got 1.0 in 'linear'"),
+        ({"kind": "longrope", "factors": (1.0,)}, r"rope scaling 'longrope' needs positive factors, .*any: \(\)"),
+        ({"kind": "longrope", "original_max_seq_len": 1} | LISTS, "must be at least 2 in 'longrope', got 1"),
     ],
 )
 def test_a_scaling_built_of_nonsense_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -137,16 +141,40 @@ def test_a_scaling_built_of_nonsense_is_refused(changes: dict[str, Any], says: s
         RopeScaling(**{"kind": "yarn", "factor": 4.0} | changes)
 
 
+ENGINES: dict[str, tuple[str, dict[str, Any], int, int]] = {  # more fields; tokens of a prompt and of an engine
+    "yarn": ("Qwen2", {}, 150, 256), "biases of the feed-forward": ("Llama", {"mlp_bias": True}, 150, 256),
+    "all biases": ("Qwen3", {"attention_bias": True, "head_dim": 16}, 150, 256),
+    "longrope": ("Llama", {"rope_parameters": LONG}, 150, 256),
+    "longrope, short texts": ("Llama", {"rope_parameters": LONG}, 32, 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENGINES)
 @pytest.mark.parametrize("policy", few(["off", "quest", "early_exit"], ["quest"]))
-def test_an_engine_says_past_the_original_window_what_transformers_says(policy: str, tmp_path: Path) -> None:
+def test_an_engine_says_past_the_original_window_what_transformers_says(policy: str, case: str, tmp_path: Path) -> None:
+    family, more, n, longest = ENGINES[case]
     fields = {key: value for key, value in CONFIG.items() if key != "architectures"} | {"vocab_size": 258}
-    theirs = random_transformers_model("Qwen2", **fields, rope_parameters={"rope_theta": 10000.0} | YARN)
+    theirs = random_transformers_model(family, **fields | {"rope_parameters": {"rope_theta": 10000.0} | YARN} | more)
+    for layer in theirs.model.layers if family == "Qwen3" else ():
+        layer.self_attn.o_proj.bias.data /= 10  # else it says one token only
     theirs.save_pretrained(tmp_path)
-    asked = torch.randint(0, 256, (1, 150), generator=torch.Generator().manual_seed(2))
+    asked, new = torch.randint(0, 256, (1, n), generator=torch.Generator().manual_seed(2)), min(60, longest - n)
     with torch.no_grad():
-        out = theirs.generate(asked, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
+        out = theirs.generate(asked, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
     draft = DraftConfig(policy=policy, budget=64, gamma=3, exit_layers=1 if policy == "early_exit" else None)
-    engine = tiny_engine(draft, model=load_model(tmp_path, dtype=torch.float32), batch_size=1, max_seq_len=256)
-    (found,) = engine.generate(asked.tolist(), SamplingParams(max_tokens=60, ignore_eos=True))
-    assert found.tokens == out[0, 150:].tolist()
+    engine = tiny_engine(draft, model=load_model(tmp_path, dtype=torch.float32), batch_size=1, max_seq_len=longest)
+    (found,) = engine.generate(asked.tolist(), SamplingParams(max_tokens=new, ignore_eos=True))
+    assert found.tokens == out[0, n:].tolist()
     assert len(set(found.tokens)) > 4
+
+
+def test_longrope_has_the_factors_of_an_engines_longest_text_in_drafts_too() -> None:
+    how = {"factor": 2.0, "factors": (1.0,) * 4, "long_factors": (2.0,) * 4, "original_max_seq_len": 300}
+    config = tiny_config(rope_scaling=RopeScaling(kind="longrope", **how))  # type: ignore[arg-type]
+    one, other, third = (tiny_model(config) for _ in range(3))
+    with pytest.warns(UserWarning, match="max_seq_len 512 is over the 300 tokens up to which longrope has"):
+        tiny_engine(DraftConfig(policy="standalone", draft_model="given"), third, model=one)
+    tiny_engine(model=other, max_seq_len=300)
+    assert (one.reads_long, third.reads_long, other.reads_long) == (True, True, False)
+    with pytest.raises(ValueError, match=r"max_seq_len 512 needs other factors .* up to 300 tokens: load it again"):
+        tiny_engine(model=other)

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 import batch
 import journal
-from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import load_model, save_hugging_face
+from gpt_fast_sd.serving import Penalties
 from gpt_fast_sd.serving.lifecycle import Access
 from gpt_fast_sd.serving.scheduling import Schedule
 from tests.helpers import Patch, Printed, Refuses, few, random_ids, tiny_model
@@ -40,10 +41,10 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def prompts(n: int, max_tokens: int = 6) -> list[Record]:
-    """Lines of ragged length, a third of them sampled."""
+    """Lines of ragged length, a third of them sampled, of which half have two or three completions."""
     return [
         {"prompt": random_ids(5 + i % 7, seed=i), "id": f"line {i}", "max_tokens": max_tokens + i % 5}
-        | ({"temperature": 0.9} if i % 3 == 0 else {})
+        | ({"temperature": 0.9} | ({"n": 2 + i // 6 % 2} if i % 2 else {}) if i % 3 == 0 else {})
         for i in range(n)
     ]
 
@@ -98,16 +99,19 @@ def job(tiny_folder: Path, tmp_path: Path, refuses: Refuses, capsys: Printed) ->
 
 def test_every_line_is_continued_as_the_engine_alone_continues_it(job: Job) -> None:
     records = prompts(8)
+    records[1] |= {"frequency_penalty": 2, "logit_bias": {"7": 50}}
     job.give(*records)
     assert job.code("--seed", 5) == 0
     engine = Engine(load_model(job.model), None, EngineConfig(batch_size=3, max_seq_len=200, compile=False))
     params = [
-        SamplingParams(max_tokens=r["max_tokens"], temperature=r.get("temperature", 0.0), seed=5 + i)
-        for i, r in enumerate(records)
+        SamplingParams(max_tokens=r["max_tokens"], temperature=r.get("temperature", 0.0), processor=Penalties.of(r))
+        for r in records
     ]
     expected, found = engine.generate([r["prompt"] for r in records], params), job.lines
     assert [(r["index"], r["id"]) for r in found] == [(i, r["id"]) for i, r in enumerate(records)]
-    for record, completion in zip(found, expected, strict=True):
+    several = found.pop(3)["completions"]  # of which the others have other seeds
+    assert len(several) == 2 and several[0]["tokens"] != several[1]["tokens"]
+    for record, completion in zip(found, expected[:3] + expected[4:], strict=True):
         assert record["finish_reason"] == completion.finish_reason
         assert set(record) == {"index", "id", "tokens", "text", "finish_reason", "stats"}
         if "temperature" not in records[record["index"]]:  # speculation draws other samples of the same distribution
@@ -121,23 +125,20 @@ def test_every_line_is_continued_as_the_engine_alone_continues_it(job: Job) -> N
 def test_lines_that_make_no_sense_are_rejected_by_number(job: Job) -> None:
     fine: Record = {"tokens": [1, 2, 3]}
     wrong: list[tuple[Record | str, str]] = [
-        ("{bad", "not JSON: "),
-        ("[1]", "must be a JSON object"),
-        ("[" * 100_000, "JSON that is nested too deep"),
+        ("{bad", "not JSON: "), ("[1]", "must be a JSON object"), ("[" * 100_000, "JSON that is nested too deep"),
         ('{"prompt": [1], "prompt": [2]}', "the key 'prompt' comes twice"),
         ('{"prompt": [1], "ignore_eos": 1}', "ignore_eos must be true or false"),
         ('{"prompt": [1], "top_p": NaN}', "not JSON: NaN"),
         ({"prompt": [1], "temperatur": 1}, "unknown key 'temperatur'"),
-        ({"prompt": [1], "tokens": [1]}, "exactly one of"),
-        ({"id": 7}, "exactly one of"),
+        ({"prompt": [1], "tokens": [1]}, "exactly one of"), ({"id": 7}, "exactly one of"),
         ({"prompt": [1, "a"]}, "tokens must be a list of whole numbers"),
-        ({"prompt": [99999]}, "the prompt holds token id 99999"),
-        ({"prompt": []}, "the prompt is empty"),
-        ({"prompt": "text"}, "no tokenizer"),
-        ({"prompt": [1], "top_p": 3}, "top_p must be"),
+        ({"prompt": [99999]}, "the prompt holds token id 99999"), ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": "text"}, "no tokenizer"), ({"prompt": [1], "top_p": 3}, "top_p must be"),
+        ({"prompt": [1], "logit_bias": {"999": 1}}, "logit_bias holds token id 999"),
+        ({"prompt": [1], "n": 1.5}, "n must be a whole number from 1 to 10,000, got 1.5"),
         ({"prompt": [1], "stop": "x"}, "no tokenizer to find them with"),
         ({"prompt": [1] * 198, "max_tokens": 3}, "too long: 198 tokens and max_tokens 3 are 201, over --max-seq-l"),
-    ]
+    ]  # fmt: skip
     job.give(fine, "", *(record for record, _ in wrong), fine)
     with job.source.open("ab") as file:
         file.write(b'{"prompt": "caf\xe9"}\n')
@@ -188,19 +189,21 @@ def fail_where(monkeypatch: Patch, is_bad: Callable[[Any], bool], error: Excepti
 @pytest.mark.parametrize("order", ["input", "finished"])
 def test_a_line_that_fails_alone_is_rejected(job: Job, monkeypatch: Patch, order: str) -> None:
     records, whole, bad = prompts(20), job.folder / "whole.jsonl", [4, 5, 6, 7, 11, 19]  # four one after another
+    records[4]["n"] = 4  # more than there are slots
     job.give(*records)
     assert job.code("--order", order, output=whole) == 0
     ids = [records[i]["prompt"] for i in bad]
     failed = fail_where(monkeypatch, lambda row: row.prompt in ids, RuntimeError("shapes\nof two"))
     assert job.code("--order", order) == 4
-    assert failed.count(1) == len(bad) and max(failed) == 3  # among others, then alone
+    assert failed.count(1) == len(bad) - 1 and max(failed) == 3  # among others, then alone
     n_failed = len(failed)
     found = {r["index"]: r for r in job.lines}
     assert found.keys() == {*range(20)} - {*bad}
     assert order == "finished" or [*found] == sorted(found)
     for record in read_lines(whole):
         if record["index"] in found:
-            assert found[record["index"]]["tokens"] == record["tokens"]
+            each = [[c["tokens"] for c in r.get("completions", [r])] for r in (found[record["index"]], record)]
+            assert each[0] == each[1]
     rejects = job.rejects
     assert [(r["index"], json.loads(r["input"])["id"]) for r in rejects] == [(i, f"line {i}") for i in bad]
     assert "the engine failed on it, alone too: RuntimeError: shapes of two (test_batch.py:" in rejects[0]["reason"]
@@ -308,8 +311,8 @@ class Watched:
                 self.most_ahead = max(self.most_ahead, self.read - self.finished)
                 yield line
 
-        def noted(writer: batch.Writer, task: batch.Task, completion: Completion) -> None:
-            finished(writer, task, completion)
+        def noted(writer: batch.Writer, task: batch.Task) -> None:
+            finished(writer, task)
             self.finished += 1
             self.most_kept = max(self.most_kept, len(writer._held))
 

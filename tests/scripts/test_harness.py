@@ -53,6 +53,9 @@ def test_model_args_are_flags_by_name() -> None:
 def test_bos_comes_first_once_and_of_what_is_too_long_the_end_stays(ours: Any) -> None:
     assert harness.window([1, 2, 3], [4, 5], 4) == ([1, 2, 3, 4, 5], 2)  # the last one is not fed
     assert harness.window([1, 2, 3], [4, 5], 3) == ([2, 3, 4, 5], 2)
+    for n in (0, 5):
+        with pytest.raises(ValueError, match=f"must have 1 to 4 tokens, as max_seq_len says, got {n}"):
+            harness.window([1], [2] * n, 4)
     ids = ours.tokens.encode("It was", bos=False)
     assert ours.tok_encode("It was") == [1, *ids] and ours.tok_encode("It was", add_special_tokens=False) == ids
     assert ours.tok_encode("<s>It was")[:2].count(1) == 1 and ours.tok_encode("It was", None, 1) == ids[-1:]
@@ -97,5 +100,6 @@ def test_all_is_as_lm_eval_finds_it_of_transformers() -> None:
     rolling = [model.loglikelihood_rolling(asked((text,) for text in TEXTS)) for model in (ours, theirs)]
     torch.testing.assert_close(*map(torch.tensor, rolling), rtol=1e-5, atol=1e-4)
     how = {"until": [".", "\n\n"], "max_gen_toks": 24}
-    wanted = asked([(context, how) for context in (CONTEXT, "so " * 200 + "far", "The lamp")])
+    wanted = asked([(context, how) for context in (CONTEXT, "so " * 200 + "far", "The lamp", "", CONTEXT)])
+    wanted += asked([(CONTEXT, {"until": [], "max_gen_toks": 9}), (CONTEXT, {"max_gen_toks": 9})])
     assert ours.generate_until(wanted) == theirs.generate_until(wanted)

@@ -15,7 +15,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import Transformer, load_model, load_tokenizer, read_config
 from scripts import minimal
-from tests.helpers import Refuses, chi_square, random_ids, tiny_config, tiny_model
+from tests.helpers import Refuses, chi_square, random_ids, tiny_config, tiny_model, whole_text_logits
 
 BUDGET, GAMMA, N_NEW = 24, 3, 16
 PROMPTS = [  # ragged: far over the budget, a single token after BOS, and between
@@ -57,9 +57,11 @@ def test_ragged_prompts_get_the_engines_tokens_in_as_many_rounds() -> None:
 
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_speculation_emits_what_plain_decoding_emits(gamma: int) -> None:
-    """A tiny model whose drafts are mostly wrong, so that both branches of accept are taken."""
-    model, ids = tiny_model(), [random_ids(n, seed=n) for n in (1, 5, 70)]
+    """A tiny model whose drafts are mostly wrong, so that both branches of accept are taken; a layer has a window."""
+    model = tiny_model(tiny_config(sliding_window=20, full_layers=(0,)))
+    ids = [random_ids(n, seed=n) for n in (1, 5, 70)]
     plain, cost = run(model, ids, gamma=0, max_tokens=40)
+    assert whole_text_logits(model, [*ids[2], *plain[2]])[69:-1].argmax(-1).tolist() == plain[2]
     texts, took = run(model, ids, gamma=gamma, budget=8, max_tokens=40)
     assert texts == plain
     assert cost["rounds"] == 120 and cost["read"] == cost["plain"] == took["plain"]
@@ -122,7 +124,7 @@ def test_sampled_text_follows_the_model_as_plain_decoding_does() -> None:
     pairs = torch.tensor(texts)  # [n, 2]
     tokens = torch.tensor([[*ids, first] for first in range(7)])  # [7, T]
     shape = 7, len(ids) + 1, 2, 8
-    whole = minimal.Cache(*([torch.zeros(shape) for _ in range(2)] for _ in "kv"), torch.zeros(7))
+    whole = minimal.Cache(*([torch.zeros(shape) for _ in range(2)] for _ in "kv"), torch.zeros(7), (0, 0))
     p = model(tokens, torch.arange(len(ids) + 1).expand(7, -1), whole).softmax(-1)  # [7, T, V]
     expected = p[0, -2][:, None] * p[:, -1]  # [7, 7]
     assert chi_square((pairs[:, 0] * 7 + pairs[:, 1]).bincount(minlength=49), n * expected.flatten()) < 1

@@ -21,6 +21,7 @@ import pytest
 import serve
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.serving import Penalties
 from tests.helpers import ByteTokenizer, Patch, Printed, Refuses, tiny_engine
 
 openai = pytest.importorskip("openai")
@@ -64,7 +65,8 @@ class Running:
 
     def texts(self, *prompts: Any, **params: Any) -> list[str]:
         """What the engine itself gives."""
-        submitted = [self.engine.submit(prompt, SamplingParams(**params)) for prompt in prompts]
+        bias = Penalties(logit_bias=params.pop("logit_bias")) if "logit_bias" in params else None
+        submitted = [self.engine.submit(prompt, SamplingParams(**params, processor=bias)) for prompt in prompts]
         return [each.result().text for each in submitted]
 
 
@@ -94,7 +96,9 @@ def served(folder: Path) -> Iterator[Running]:
     one.end()
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"stop": [" the"]}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"stop": " the"}, {"logit_bias": {"70": 9}}], ids=str
+)
 def test_answers_are_what_the_engine_gives(served: Running, params: dict[str, Any]) -> None:
     assert served.engine.tokenizer
     ids, how, prompts = served.engine.tokenizer.chat(CHAT), GREEDY | params, ["The harbour was", "Chapter 1", "It was"]
@@ -127,6 +131,9 @@ def test_logprobs_are_those_of_the_engine(served: Running) -> None:
     pieces = [piece.choices[0] for piece in served.ask(**GREEDY, prompt="It was", logprobs=2, stream=True)]
     told = [p for one in pieces if one.logprobs for p in one.logprobs.token_logprobs]
     assert told == whole.logprobs.token_logprobs
+    at = [place for one in pieces if one.logprobs for place in one.logprobs.text_offset]
+    places = zip(whole.logprobs.tokens, at, strict=True)
+    assert all(whole.text.startswith(token, at) for token, at in places)
     chat = served.chat(**GREEDY, messages=CHAT, logprobs=True, top_logprobs=3).choices[0]
     assert "".join(one.token for one in chat.logprobs.content) == chat.message.content
     for one in chat.logprobs.content:
@@ -134,6 +141,35 @@ def test_logprobs_are_those_of_the_engine(served: Running) -> None:
         assert one.top_logprobs[0].logprob == one.logprob and len(one.top_logprobs) == 3
     assert served.chat(**GREEDY, messages=CHAT, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
     assert served.chat(**GREEDY, messages=CHAT, logprobs=False).choices[0].logprobs is None
+
+
+def test_prompts_are_echoed_with_the_logprobs_that_they_have_as_lm_eval_reads_them(served: Running) -> None:
+    prompts = [[1, 70, 300, 5], [1, 9, 8, 7, 6]]
+    how: dict[str, Any] = GREEDY | {"max_tokens": 1, "logprobs": 1, "echo": True}
+    for choice, ids in zip(served.ask(**how, prompt=prompts).choices, prompts, strict=True):
+        (truth,) = served.engine.score([ids])
+        found = choice.logprobs
+        assert found.token_logprobs[0] is found.top_logprobs[0] is None and len(found.tokens) == len(ids) + 1
+        assert found.token_logprobs[1:-1] == pytest.approx(truth.logprobs.tolist(), abs=1e-4)
+        pairs = zip(found.token_logprobs[1:-1], found.top_logprobs[1:-1], strict=True)
+        assert [p == max(top.values()) for p, top in pairs] == truth.greedy.tolist()
+    [text] = served.texts("It was", max_tokens=12)
+    pieces = [piece.choices[0].text for piece in served.ask(**GREEDY, prompt="It was", echo=True, stream=True)]
+    assert pieces[0] == "It was" and "".join(pieces) == f"It was{text}"
+
+
+def test_n_completions_of_a_prompt_have_seeds_of_their_own_and_stand_beside_each_other(served: Running) -> None:
+    assert served.engine.tokenizer
+    how: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
+    prompts = ["One lamp of two", "Two oars of one"]  # no slot has them
+    given = [(prompt, one) for prompt in prompts for one in SamplingParams(**how).samples(3)]
+    expected = [completion.text for completion in served.engine.generate(given)]
+    assert served.engine.stats.prefill_tokens == sum(len(served.engine.tokenizer.encode(p)) - 1 for p in prompts)
+    answer = served.ask(**how, model="m", prompt=prompts, n=3, best_of=3)
+    assert [(c.index, c.text) for c in answer.choices] == list(enumerate(expected)) and len({*expected}) == 6
+    assert answer.usage.prompt_tokens == served.ask(**how, model="m", prompt=prompts).usage.prompt_tokens
+    pieces = [piece.choices[0] for piece in served.chat(**how, model="m", messages=CHAT, n=2, stream=True)]
+    assert [piece.index for piece in pieces if piece.delta.role] == [0, 1]
 
 
 def test_what_is_left_out_is_as_in_openais_api(served: Running) -> None:
@@ -168,10 +204,11 @@ def test_of_a_crowd_of_whom_half_leave_all_others_are_answered_and_all_slots_are
 
 
 FIELDS: dict[str, list[Any]] = {  # values that are refused by the field's name
-    "n": [2, True], "best_of": [2], "logprobs": [21, True], "echo": [True], "presence_penalty": [0.5], "tools": [[{}]],
-    "logit_bias": [{"5": 1}], "response_format": [{"type": "json_object"}], "stream": ["yes"],
-    "stream_options": [{"include": 1}], "temperature": ["hot", True], "top_p": [0], "top_k": [1.5], "min_p": [2],
-    "seed": [-1], "stop": [[1]], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
+    "n": [0, 1.5, True], "best_of": [2], "logprobs": [21, True], "echo": ["yes"], "presence_penalty": ["a", 3],
+    "tools": [[{}]], "logit_bias": [{"5": "1"}, {"-1": 1}, [1], {"99999": 1}], "stream": ["yes"],
+    "response_format": [{"type": "json_object"}], "stream_options": [{"include": 1}],
+    "temperature": ["hot", True], "top_p": [0], "top_k": [1.5], "min_p": [2], "seed": [-1],
+    "stop": [[1], ["a"] * 65, "a" * 1001], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
 }  # fmt: skip
 OTHERS: list[tuple[str, Any, str]] = [  # what is changed, and what is said of it
     ("completions", {"functions": []}, "functions is not supported"), ("completions", {"prompt": ""}, "0 is empty"),
@@ -180,8 +217,11 @@ OTHERS: list[tuple[str, Any, str]] = [  # what is changed, and what is said of i
     ("completions", {"prompt": []}, "0 is empty"), ("completions", {"prompt": [1, 99999]}, "holds token id 99999"),
     ("completions", {"prompt": "a \ud800"}, "half a character"), ("completions", b"[1]", "must be a JSON object"),
     ("completions", {"prompt": [5] * 1024}, "1,024 tokens of prompt and max_tokens 1 are over the 1,024 of a slot"),
-    ("completions", {"prompt": ["a"] * 300}, "300 prompts are more than the 202"), ("models", {}, "Method Not Allowed"),
+    ("completions", {"prompt": ["a"] * 3, "n": 100}, "300 completions are more than the 202 that may wait at once"),
+    ("models", {}, "Method Not Allowed"),
+    ("completions", b"too long", "the body has over 67,108,864 bytes"),
     ("chat/completions", {"max_completion_tokens": 9, "max_tokens": 9}, "mean the same"), ("x", {}, "Not Found"),
+    ("chat/completions", {"echo": True}, "echo is of completions alone"),
     ("chat/completions", {"logprobs": 3}, "logprobs must be"), ("chat/completions", {"top_logprobs": 2}, "needs log"),
     ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be a whole number from 0 to 20"),
     ("chat/completions", {"messages": []}, "messages must be a list"), ("chat/completions", b"{", "not JSON"),
@@ -196,11 +236,12 @@ def test_what_is_not_supported_or_makes_no_sense_is_refused(
 ) -> None:
     start: dict[str, Any] = {"model": "m", "messages": CHAT} if "chat" in address else {"model": "m", "prompt": "a"}
     body = changes if isinstance(changes, bytes) else json.dumps(start | changes).encode()
+    body *= 2**23 + 1 if body == b"too long" else 1
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(f"{served.url}/{address}", body)
     error = json.load(refused.value)["error"]
     assert said in error["message"] and error.keys() == {"message", "type", "param", "code"}
-    assert refused.value.code in (400, 404, 405) and error["type"] == "invalid_request_error"
+    assert refused.value.code in (400, 404, 405, 413) and error["type"] == "invalid_request_error"
 
 
 def test_a_full_queue_says_so_and_who_waits_may_leave_it_and_time_that_is_over_cuts_off() -> None:

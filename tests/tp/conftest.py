@@ -11,7 +11,7 @@ from gpt_fast_sd.tp import Parallel, start
 
 @pytest.fixture
 def as_one_of(request: pytest.FixtureRequest) -> Iterator[Parallel]:
-    """Rank 1 of as many as the test asks for, all of them one model's."""
-    dist.init_process_group("fake", rank=1, world_size=request.param, store=FakeStore())
+    """Rank 1 of as many as the test asks for, else of two, all of them one model's."""
+    dist.init_process_group("fake", rank=1, world_size=getattr(request, "param", 2), store=FakeStore())
     yield start(device="cpu")
     dist.destroy_process_group()

@@ -3,14 +3,12 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import common
 from gpt_fast_sd.serving.launch import InFlightRound
@@ -40,16 +38,14 @@ class Round:
 
 
 @pytest.fixture
-def two_ranks(monkeypatch: Patch) -> Iterator[Parallel]:
+def two_ranks(as_one_of: Parallel, monkeypatch: Patch) -> Parallel:
     """Rank 1 of two, whose collectives come to nothing, and whose end is an exception."""
 
     def leave(code: int) -> None:
         raise Left(code)
 
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     monkeypatch.setattr(os, "_exit", leave)
-    yield start(device="cpu", timeout=0.05)
-    dist.destroy_process_group()
+    return start(device="cpu", timeout=0.05)
 
 
 def round_(done_event: Round) -> InFlightRound:

@@ -27,7 +27,7 @@ struct Query { // while a split is read
 struct Row { // one query of a split
     alignas(64) float out[H], sum[LANES];
     float max, to_log2; // to_log2: times a score, whose exp2 is its weight
-    int32_t limit; // the last position it may see
+    int32_t first, limit; // the first and last positions it may see
 };
 struct Total { // what the splits of a row have come to so far
     alignas(64) float out[H] = {};
@@ -39,7 +39,7 @@ struct Tile {
     const char *key[TILE], *value[TILE];
     alignas(64) float key_scale[TILE], value_scale[TILE];
     alignas(64) int32_t position[TILE]; // NO_POSITION: does not exist
-    int32_t last; // the largest of these
+    int32_t first, last; // the smallest and largest of these
     int n; // entries from n on do not exist
     int64_t ahead; // bytes from an entry to the same one of the next tile; 0: that is not prefetched
 };
@@ -160,6 +160,12 @@ template <Dtype D, int N> static ALWAYS void compute_scores(const Tile& tile, Qu
     }
 }
 
+// Which of some positions a row sees.
+static ALWAYS I seen_by(const Row& row, const int32_t* positions) {
+    const I position = load<I>(positions);
+    return (position >= row.first) & (position <= row.limit);
+}
+
 // Scores of a row -> the weights of values, and the row's maximum and sum with this tile. Returns the factor for what
 // has been summed so far. WHOLE: the row sees the whole tile.
 template <bool WHOLE>
@@ -169,7 +175,7 @@ static inline float online_softmax_step(const Tile& tile, Row& row, float* weigh
 #pragma GCC unroll 16
     for (int c = 0; c < V; c++) {
         score[c] = load<F>(weights + c * LANES);
-        if (!WHOLE) score[c] = load<I>(tile.position + c * LANES) <= row.limit ? score[c] : broadcast(LOWEST);
+        if (!WHOLE) score[c] = seen_by(row, tile.position + c * LANES) ? score[c] : broadcast(LOWEST);
         best = larger(score[c], best);
     }
     float shrink = 1.f;
@@ -183,7 +189,7 @@ static inline float online_softmax_step(const Tile& tile, Row& row, float* weigh
 #pragma GCC unroll 16
     for (int c = 0; c < V; c++) {
         const F power = (score[c] - max) * scale, exp = power < MIN_LOG2 ? F{} : exp2_in_range(power);
-        const I seen = load<I>(tile.position + c * LANES) <= row.limit;
+        const I seen = seen_by(row, tile.position + c * LANES);
         const F weight = WHOLE ? exp : seen ? exp : F{};
         sum += weight;
         if (page_sum) page_sum[c * LANES / PAGE] += reduce_sum(weight);
@@ -231,7 +237,8 @@ static __attribute__((noinline)) void read_rows(const Tile& tile, Row* rows, Que
     compute_scores<D, N>(tile, queries, share);
     float shrink[N];
     for (int r = 0; r < N; r++) {
-        const auto step = tile.last <= rows[r].limit ? online_softmax_step<true> : online_softmax_step<false>;
+        const bool whole = rows[r].first <= tile.first && tile.last <= rows[r].limit;
+        const auto step = whole ? online_softmax_step<true> : online_softmax_step<false>;
         float *sums = page_sum ? page_sum + r * PAGES : nullptr, *max = page_sum ? page_max + r : nullptr;
         shrink[r] = step(tile, rows[r], queries[r].weight, sums, max);
     }
@@ -283,13 +290,13 @@ static inline void set_positions(Tile& tile, const int64_t* listed, int64_t star
             const I position = iota() + (int32_t)(start + j);
             store(tile.position + j, position > last ? broadcast(NO_POSITION) : position);
         }
-        tile.last = tile.n == TILE ? last : NO_POSITION;
+        tile.first = (int32_t)start, tile.last = tile.n == TILE ? last : NO_POSITION;
         return;
     }
-    tile.last = 0;
+    tile.first = NO_POSITION, tile.last = 0;
     for (int j = 0; j < TILE; j++) {
         tile.position[j] = j < tile.n && listed[j] >= 0 ? (int32_t)listed[j] : NO_POSITION;
-        tile.last = std::max(tile.last, tile.position[j]);
+        tile.first = std::min(tile.first, tile.position[j]), tile.last = std::max(tile.last, tile.position[j]);
     }
 }
 
@@ -400,10 +407,11 @@ static void run_task(const AttentionCall& a, const Schedule& s, const Buffers<Ro
         return place < s.M || a.index ? (int32_t)std::clamp<int64_t>(place, -1, NO_POSITION - 1) : -1;
     };
     Total* totals = of.totals + bk * s.R + task.first_row;
-    int64_t last_seen = -1; // by any row
+    int64_t first = std::numeric_limits<int64_t>::max(), last_seen = -1; // the first and last seen by any row
     for (int64_t r = 0; r < n_rows; r++) {
         finite[r] = load_query(a, task, task.first_row + r, queries[r].q);
         last_seen = std::max<int64_t>(last_seen, limit_of(r));
+        if (limit_of(r) >= 0) first = std::min(first, first_seen(a, limit_of(r)));
         if (!s.shared) totals[r] = {};
     }
     const int64_t n_keys = a.index ? s.M : std::min(last_seen + 1, s.M);
@@ -414,10 +422,10 @@ static void run_task(const AttentionCall& a, const Schedule& s, const Buffers<Ro
             Row& row = rows[r];
             memset(row.out, 0, sizeof row.out), memset(row.sum, 0, sizeof row.sum);
             row.to_log2 = finite[r] ? a.scale * 1.44269504f : std::numeric_limits<float>::quiet_NaN();
-            row.max = LOWEST, row.limit = limit_of(r);
+            row.max = LOWEST, row.limit = limit_of(r), row.first = (int32_t)first_seen(a, row.limit);
         }
         const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
-        for (int64_t start = split * SPLIT; start < end; start += TILE) {
+        for (int64_t start = std::max(split * SPLIT, a.index ? 0 : first / TILE * TILE); start < end; start += TILE) {
             find_tile(a, b, head, start, end_of_task, last_seen, at);
             const int64_t n = (bk * s.n_tiles + start / TILE) * s.R;
             read_tile(order_of(a), at.tile, rows, queries, n_rows, of.sums_of(n), of.maxima_of(n));

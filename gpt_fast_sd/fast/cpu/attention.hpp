@@ -19,12 +19,18 @@ struct AttentionCall {
     float* mass; // null or [B, K, M / 16]: the attention that each 16 keys received from all rows of a kv head
     int64_t B, K, G, T, M, S, q_b, q_n, q_t, kv_b, kv_k, scale_b, scale_k;
     int64_t tail; // of planes, entries before pos[b, 0] - tail + 1 are read of the upper one alone; 0: none
+    int64_t window; // entries before a query's place - window + 1 it does not see, nor are their tiles read; 0: it does
     Dtype q_dtype, k_dtype; // fp32, fp16 or bf16; the same or int8
     int64_t fine; // whether queries over int8 have two bytes a number; only the kernel for AVX-512 rounds them at all
     float scale; // of scores
     int threads;
 };
 typedef void AttentionKernel(const AttentionCall*);
+
+// The first position that a query which sees up to `limit` may see.
+static inline int64_t first_seen(const AttentionCall& a, int64_t limit) {
+    return a.window ? std::max<int64_t>(limit - a.window + 1, 0) : 0;
+}
 
 namespace {
 constexpr int PAGE = 16, SPLIT = 1024; // keys

@@ -50,7 +50,7 @@ template <class E, int H, int NQ> struct Row {
     alignas(64) float out[H], sum[16], halves[16]; // sum, and what upper planes leave out of all outputs: by lanes
     float max, to_log2; // to_log2: times a score, whose exp2 is its weight
     float q_half; // of bytes, half of the sum of q
-    int64_t limit; // last position it may see
+    int64_t first, limit; // first and last positions it may see
 };
 
 static inline bool is_finite(const bf16* q, int n) {
@@ -134,22 +134,26 @@ template <class E> struct Tile {
     const float* upper; // 1 for each whose upper plane alone is read, else 0; null: for none
     const int64_t* position; // INT64_MAX: does not exist
     int64_t first, last; // last: the largest position that exists
+    int64_t least; // no position that exists is smaller
     int n; // entries from n on do not exist
     bool gaps; // whether any before n does not
     uint64_t nan_scales = 0; // of bytes: those with a NaN for a scale, a bit each
 };
 
-// Of the keys of a tile, those that exist and that a row with this limit may see, a bit each.
-template <class E> static inline uint64_t seen_keys(const Tile<E>& tile, int64_t limit) {
+// Of the keys of a tile, those that exist and that a row may see from a first position to a limit, a bit each.
+template <class E> static inline uint64_t seen_keys(const Tile<E>& tile, int64_t first, int64_t limit) {
     const uint64_t exist = tile.n < TILE ? (uint64_t(1) << tile.n) - 1 : ~uint64_t(0);
     if (!tile.position) {
         const int64_t n = std::clamp<int64_t>(limit + 1 - tile.first, 0, TILE);
-        return exist & (n < TILE ? (uint64_t(1) << n) - 1 : ~uint64_t(0));
+        const int64_t before = std::clamp<int64_t>(first - tile.first, 0, TILE);
+        const uint64_t after = before < TILE ? ~uint64_t(0) << before : 0;
+        return exist & after & (n < TILE ? (uint64_t(1) << n) - 1 : ~uint64_t(0));
     }
     uint64_t seen = 0;
     for (int j = 0; j < TILE; j += 8) {
         const __m512i position = _mm512_loadu_si512(tile.position + j);
-        seen |= uint64_t(_mm512_cmple_epi64_mask(position, _mm512_set1_epi64(limit))) << j;
+        const __mmask8 after = _mm512_cmpge_epi64_mask(position, _mm512_set1_epi64(first));
+        seen |= uint64_t(_mm512_mask_cmple_epi64_mask(after, position, _mm512_set1_epi64(limit))) << j;
     }
     return exist & seen;
 }
@@ -181,8 +185,8 @@ static inline float online_softmax_step(__m512* score, const Tile<E>& tile, Row<
             score[c] = _mm512_mul_ps(score[c], _mm512_load_ps(tile.key_scale + 16 * c));
         }
     }
-    const bool sees_all = tile.n == TILE && !tile.gaps && tile.last <= row.limit;
-    const uint64_t seen = sees_all ? ~uint64_t(0) : seen_keys(tile, row.limit);
+    const bool sees_all = tile.n == TILE && !tile.gaps && row.first <= tile.least && tile.last <= row.limit;
+    const uint64_t seen = sees_all ? ~uint64_t(0) : seen_keys(tile, row.first, row.limit);
     if (!sees_all) {
 #pragma GCC unroll 4
         for (int c = 0; c < V; c++)
@@ -746,17 +750,18 @@ template <int H> struct alignas(64) Lanes {
     uint32_t q[H / 2][16];
     float sum[16][16]; // of keys i, 16 + i, ...
     float max[16], to_log2[16];
-    int64_t limit[16], lowest; // lowest: the minimum of the limits
+    int64_t first[16], limit[16], highest, lowest; // highest: the maximum of the first ones; lowest: of the limits
     int n;
 
     void load_rows(const Row<bf16, H, 1>* rows, int64_t n_rows) {
-        n = std::min<int64_t>(16, n_rows), lowest = INT64_MAX;
+        n = std::min<int64_t>(16, n_rows), highest = 0, lowest = INT64_MAX;
         for (int h = 0; h < H / 2; h += 16)
             transpose_16x16((const char*)(rows->q[0] + h), sizeof *rows, (char*)q[h], 64);
         memset(sum, 0, sizeof sum);
         for (int r = 0; r < 16; r++) {
             max[r] = LOWEST, to_log2[r] = r < n ? rows[r].to_log2 : 0.f, limit[r] = r < n ? rows[r].limit : -1;
-            if (r < n) lowest = std::min(lowest, limit[r]);
+            first[r] = r < n ? rows[r].first : 0;
+            if (r < n) highest = std::max(highest, first[r]), lowest = std::min(lowest, limit[r]);
         }
     }
     void store_rows(Row<bf16, H, 1>* rows) const {
@@ -765,7 +770,9 @@ template <int H> struct alignas(64) Lanes {
             for (int i = 0; i < 16; i++) rows[r].sum[i] = sum[i][r];
         }
     }
-    bool see_all(const Tile<bf16>& tile) const { return tile.n == TILE && !tile.gaps && tile.last <= lowest; }
+    bool see_all(const Tile<bf16>& tile) const {
+        return tile.n == TILE && !tile.gaps && highest <= tile.least && tile.last <= lowest;
+    }
 
     // Compute the scores over a tile; returns the best of each row. Meanwhile the keys that come next, after the tile's
     // last those at next, go from L2 to L1, and so do the values.
@@ -794,8 +801,10 @@ template <int H> struct alignas(64) Lanes {
                     const int i = 16 * c + j;
                     const int64_t position = tile.position ? tile.position[i] : tile.first + i;
                     const __m512i at = _mm512_set1_epi64(i >= tile.n ? INT64_MAX : position);
-                    const __mmask8 low = _mm512_cmple_epi64_mask(at, _mm512_load_si512(limit));
-                    const __mmask8 high = _mm512_cmple_epi64_mask(at, _mm512_load_si512(limit + 8));
+                    const __mmask8 after[2] = {_mm512_cmpge_epi64_mask(at, _mm512_load_si512(first)),
+                                               _mm512_cmpge_epi64_mask(at, _mm512_load_si512(first + 8))};
+                    const __mmask8 low = _mm512_mask_cmple_epi64_mask(after[0], at, _mm512_load_si512(limit));
+                    const __mmask8 high = _mm512_mask_cmple_epi64_mask(after[1], at, _mm512_load_si512(limit + 8));
                     s[j] = _mm512_mask_blend_ps(_mm512_kunpackb(high, low), _mm512_set1_ps(LOWEST), s[j]);
                 }
                 best = _mm512_max_ps(s[j], best); // in this order a NaN hides no other score
@@ -1044,7 +1053,8 @@ template <class E, int H> struct Cache {
     Tile<E> gather_tile(int64_t start, int64_t n_keys, Gathered<E, H>& at) const {
         const int parity = start / TILE % 2, n = (int)std::min<int64_t>(TILE, n_keys - start);
         Tile<E> tile{{}, {}, at.key_scale[parity], at.value_scale[parity], nullptr,
-                     listed ? at.position[parity] : nullptr, start, listed ? -1 : start + n - 1, n, false};
+                     listed ? at.position[parity] : nullptr, start, listed ? -1 : start + n - 1, listed ? 0 : start, n,
+                     false};
         if (lower_keys && tail) memset(at.upper[parity], 0, sizeof at.upper[parity]);
         if (listed) prefetch_listed(start + TILE, std::min(start + 2 * TILE, M));
         for (int c = 0; c < TILE; c += 16) gather_16(tile, at, parity, c);
@@ -1093,8 +1103,12 @@ template <class E, int H, int NQ> struct Attention {
             const int64_t place = a.pos[b * s.T + (task.first_row + r) % s.T];
             return place < s.M || a.index ? std::min(place, INT64_MAX - 1) : -1;
         };
-        int64_t n_keys = 0;
-        for (int64_t r = 0; r < n_rows; r++) n_keys = std::max(n_keys, limit_of(r) + 1);
+        int64_t n_keys = 0, first = INT64_MAX; // first: that any row sees
+        for (int64_t r = 0; r < n_rows; r++) {
+            n_keys = std::max(n_keys, limit_of(r) + 1);
+            if (limit_of(r) >= 0) first = std::min(first, first_seen(a, limit_of(r)));
+        }
+        first = a.index ? 0 : first / TILE * TILE;
         n_keys = a.index ? s.M : std::min(n_keys, s.M);
         const int64_t end_of_task = std::min(n_keys, task.end_split * SPLIT);
         const Cache<E, H> cache(a, b, task.head);
@@ -1107,12 +1121,13 @@ template <class E, int H, int NQ> struct Attention {
                 if (s.shared || split == task.first_split) row.to_log2 = a.scale * 1.44269504f * load_row(task, r, row);
                 memset(row.out, 0, sizeof row.out), memset(row.sum, 0, sizeof row.sum);
                 memset(row.halves, 0, sizeof row.halves);
-                row.max = LOWEST, row.limit = limit_of(r);
+                row.max = LOWEST, row.limit = limit_of(r), row.first = first_seen(a, row.limit);
             }
             if (split && split * SPLIT >= n_keys) continue; // of shorter rows than others
+            if ((split + 1) * SPLIT <= first) continue;
             Rows<E, H, NQ> reading(rows, n_rows, a.mass);
             const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
-            for (int64_t start = split * SPLIT; start < end; start += TILE) {
+            for (int64_t start = std::max(split * SPLIT, first); start < end; start += TILE) {
                 const Tile<E> tile = cache.gather_tile(start, n_keys, reading.at);
                 const auto [next_key, next_value] = next_entries(cache, tile, end_of_task, next_task);
                 const int64_t n = (bk * s.n_tiles + start / TILE) * s.R;

@@ -33,14 +33,14 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_scale", "v_scale", "k_low", "v_low")),
         *((name, ctypes.c_void_p) for name in ("pos", "index", "out", "mass")),
         *((name, ctypes.c_int64) for name in ("B", "K", "G", "T", "M", "S", "q_b", "q_n", "q_t", "kv_b", "kv_k")),
-        *((name, ctypes.c_int64) for name in ("scale_b", "scale_k", "tail", "q_dtype", "k_dtype", "fine")),
+        *((name, ctypes.c_int64) for name in ("scale_b", "scale_k", "tail", "window", "q_dtype", "k_dtype", "fine")),
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int),
     ]
 
 
 _library = torch.library.Library("gpt_fast_sd", "DEF")
-_LAYER = "Tensor[] buffers, str form, int tail, bool fine"  # see ops/layer.py
+_LAYER = "Tensor[] buffers, str form, int tail, bool fine, int window"  # see ops/layer.py
 _library.define(f"cpu_attention(Tensor q, {_LAYER}, Tensor pos, Tensor? index, SymInt n_keys) -> Tensor")
 _library.define(f"cpu_attention_with_mass(Tensor q, {_LAYER}, Tensor pos, SymInt n_keys) -> (Tensor, Tensor)")
 
@@ -119,7 +119,7 @@ def _attend(
     call = _Call(
         *(None if x is None else x.data_ptr() for x in (q, *layer.operands, pos, index, out, mass)), n_rows, n_kv,
         n_heads // n_kv, n_tokens, n_keys if index is None else index.shape[-1], capacity, *q.stride()[:3],
-        *layer.k.stride()[:2], *of_scales, layer.tail, DTYPES[q.dtype], DTYPES[form.dtype], layer.fine,
+        *layer.k.stride()[:2], *of_scales, layer.tail, layer.window, DTYPES[q.dtype], DTYPES[form.dtype], layer.fine,
         head_dim**-0.5, torch.get_num_threads(),
     )  # fmt: skip
     kernel_for(head_dim, q.dtype, form)(ctypes.byref(call))
@@ -128,17 +128,25 @@ def _attend(
 
 @torch.library.impl(_library, "cpu_attention", "CPU")
 def _dense(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, index: Tensor | None, n_keys: int
+    q: Tensor,
+    buffers: list[Tensor],
+    form: str,
+    tail: int,
+    fine: bool,
+    window: int,
+    pos: Tensor,
+    index: Tensor | None,
+    n_keys: int,
 ) -> Tensor:
-    return _attend(q, layer_of(buffers, form, tail, fine), pos, index, n_keys)
+    return _attend(q, layer_of(buffers, form, tail, fine, window), pos, index, n_keys)
 
 
 @torch.library.impl(_library, "cpu_attention_with_mass", "CPU")
 def _with_mass(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, n_keys: int
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, window: int, pos: Tensor, n_keys: int
 ) -> tuple[Tensor, Tensor]:
     mass = torch.empty(*buffers[0].shape[:2], n_keys // PAGE)
-    return _attend(q, layer_of(buffers, form, tail, fine), pos, None, n_keys, mass), mass
+    return _attend(q, layer_of(buffers, form, tail, fine, window), pos, None, n_keys, mass), mass
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_attention", lib=_library)  # type: ignore[untyped-decorator]
@@ -148,6 +156,6 @@ def _dense_fake(q: Tensor, *_: object) -> Tensor:
 
 @torch.library.register_fake("gpt_fast_sd::cpu_attention_with_mass", lib=_library)  # type: ignore[untyped-decorator]
 def _with_mass_fake(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, n_keys: int
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, window: int, pos: Tensor, n_keys: int
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(*buffers[0].shape[:2], n_keys // PAGE, dtype=torch.float32)

@@ -26,6 +26,7 @@ struct Cached {
     fp16 *k_scale, *v_scale;
     uint8_t *k_low, *v_low;
     const int64_t* listed; // [B, K, C]
+    int64_t window; // see AttentionCall
 };
 struct LayersCall {
     int64_t L, B, T, D, N, K, H, V, S;
@@ -44,7 +45,7 @@ struct LayersCall {
     int64_t embedding_is_packed, threads;
     double eps, rope_length;
 };
-static_assert(sizeof(void*) == 8 && sizeof(Layer) == 36 * 8 && sizeof(Cached) == 7 * 8 && sizeof(LayersCall) == 36 * 8);
+static_assert(sizeof(void*) == 8 && sizeof(Layer) == 36 * 8 && sizeof(Cached) == 8 * 8 && sizeof(LayersCall) == 36 * 8);
 
 namespace {
 // n is a multiple of 16, and so of LANES.
@@ -265,7 +266,7 @@ struct Step {
         call.pos = a.is_listed ? limit : a.pos, call.index = a.is_listed ? index : nullptr;
         call.B = a.B, call.K = a.K, call.G = G, call.T = a.T, call.M = a.is_listed ? n_listed : a.n_keys, call.S = a.S;
         call.q_b = a.T * a.N * a.H, call.q_n = a.H, call.q_t = a.N * a.H, call.kv_b = a.kv_b, call.kv_k = a.kv_k;
-        call.scale_b = a.scale_b, call.scale_k = a.scale_k, call.tail = a.tail;
+        call.scale_b = a.scale_b, call.scale_k = a.scale_k, call.tail = a.tail, call.window = cache.window;
         call.q_dtype = BF16, call.k_dtype = a.k_dtype, call.fine = a.fine;
         call.scale = (float)std::pow((double)a.H, -0.5), call.threads = (int)a.threads;
         a.attend(&call);

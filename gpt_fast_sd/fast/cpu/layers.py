@@ -171,13 +171,17 @@ class Stack:
         """Cached in C++ for each layer; made, and looked at, when it is asked for first."""
         lists = listed.kv_indices if listed else [None] * len(caches)
         buffers = [x for cache in caches for x in cache.operands]
-        held = tuple([x.data_ptr() for x in (*buffers, *lists) if x is not None])
+        held = *[x.data_ptr() for x in (*buffers, *lists) if x is not None], *[cache.window for cache in caches]
         k = caches[0].k
         key = held, k.shape, k.stride(), len(tokens), lists[0].shape if lists[0] is not None else None
         found = self._cached.get(key)
         if found is None:
             each = zip(caches, lists, strict=True)
-            words = [0 if x is None else x.data_ptr() for cache, own in each for x in (*cache.operands, own)]
+            words = [
+                word
+                for cache, own in each
+                for word in (*(0 if x is None else x.data_ptr() for x in (*cache.operands, own)), cache.window)
+            ]
             _check(len(tokens), 2 * len(self.freqs), caches, len(self.layers), listed)
             if len(self._cached) > 8:
                 self._cached.clear()

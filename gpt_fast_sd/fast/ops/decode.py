@@ -18,17 +18,21 @@ from gpt_fast_sd.model import CacheLayer
 
 from .layer import flat, layer_of
 
-SMALLEST_SPLIT, LARGEST_SPLIT = 256, 2048
+SMALLEST_SPLIT, LARGEST_SPLIT, MOST_SPLITS = 256, 2048, 64
+BUSY = 512  # programs that keep a large GPU busy: some four for each of its SMs
 
 
-def split_for(capacity: int) -> int:
-    """Keys that one program reads, for a cache of `capacity` positions: a function of nothing else, so sums are fixed.
+def split_for(capacity: int, n_pairs: int) -> int:
+    """Keys that one program reads, for a cache of `capacity` positions and n_pairs = B * K pairs of row and kv head.
 
-    Every split writes one fp32 row per query and reads it again, 2 * R / split of the traffic of a bf16 cache if R
-    queries share a kv head (R = 24 and 2048 keys: 2.3 %), so splits are long; a small cache needs many of them to keep
-    a whole GPU busy when it serves one row.
+    A function of nothing else, so sums are fixed within an engine. Every split writes one fp32 row per query and reads
+    it again, 2 * R / split of the traffic of a bf16 cache if R queries share a kv head (R = 24 and 2048 keys: 2.3 %),
+    so splits are long; a small cache, and one of few rows and kv heads, needs many of them to keep a GPU busy.
     """
-    return min(max((1 << (capacity - 1).bit_length()) // 16, SMALLEST_SPLIT), LARGEST_SPLIT)
+    whole = 1 << (capacity - 1).bit_length()
+    of_few = max(whole * n_pairs // BUSY, whole // MOST_SPLITS)  # a row's merge reads all of its splits
+    split = min(whole // 16, 1 << max(of_few - 1, 0).bit_length())
+    return min(max(split, SMALLEST_SPLIT), LARGEST_SPLIT)
 
 
 def decode_attention(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, split: int) -> Tensor:
@@ -55,23 +59,40 @@ def decode_attention_with_mass(
 
 @torch.library.custom_op("gpt_fast_sd::decode_attention", mutates_args=(), device_types="cuda")
 def _decode(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, n_keys: int, split: int
+    q: Tensor,
+    buffers: list[Tensor],
+    form: str,
+    tail: int,
+    fine: bool,
+    window: int,
+    pos: Tensor,
+    n_keys: int,
+    split: int,
 ) -> Tensor:
     from ..triton import common as triton_common
     from ..triton import decode as decode_triton
 
-    layer, arch = layer_of(buffers, form, tail, fine), triton_common.architecture()
+    layer, arch = layer_of(buffers, form, tail, fine, window), triton_common.architecture()
     return decode_triton.attend(q, layer, pos, n_keys, split, arch=arch)
 
 
 @torch.library.custom_op("gpt_fast_sd::decode_attention_with_mass", mutates_args=(), device_types="cuda")
 def _decode_with_mass(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, n_keys: int, split: int, page: int
+    q: Tensor,
+    buffers: list[Tensor],
+    form: str,
+    tail: int,
+    fine: bool,
+    window: int,
+    pos: Tensor,
+    n_keys: int,
+    split: int,
+    page: int,
 ) -> tuple[Tensor, Tensor]:
     from ..triton import common as triton_common
     from ..triton import decode as decode_triton
 
-    layer, arch = layer_of(buffers, form, tail, fine), triton_common.architecture()
+    layer, arch = layer_of(buffers, form, tail, fine, window), triton_common.architecture()
     return decode_triton.attend_with_mass(q, layer, pos, n_keys, split, page, arch=arch)
 
 
@@ -82,7 +103,16 @@ def _decode_fake(q: Tensor, *_: object) -> Tensor:
 
 @_decode_with_mass.register_fake
 def _decode_with_mass_fake(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, n_keys: int, split: int, page: int
+    q: Tensor,
+    buffers: list[Tensor],
+    form: str,
+    tail: int,
+    fine: bool,
+    window: int,
+    pos: Tensor,
+    n_keys: int,
+    split: int,
+    page: int,
 ) -> tuple[Tensor, Tensor]:
     return by_token(q), q.new_empty(*buffers[0].shape[:2], n_keys // page, dtype=torch.float32)
 

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from gpt_fast_sd.model import FORMATS, CacheLayer
 
-Flat = tuple[list[Tensor], str, int, bool]
+Flat = tuple[list[Tensor], str, int, bool, int]
 
 
 def flat(layer: CacheLayer) -> Flat:
-    """A layer as operators take it: its buffers, the name of its format, tail and fine."""
-    return list(layer.buffers), layer.format.name, layer.tail, layer.fine
+    """A layer as operators take it: its buffers, the name of its format, tail, fine and window."""
+    return list(layer.buffers), layer.format.name, layer.tail, layer.fine, layer.window
 
 
-def layer_of(buffers: Sequence[Tensor], form: str, tail: int, fine: bool) -> CacheLayer:
+def layer_of(buffers: Sequence[Tensor], form: str, tail: int, fine: bool, window: int) -> CacheLayer:
     """The layer that was flattened to these."""
-    return CacheLayer(FORMATS[form], *buffers, tail=tail, fine=fine)
+    return CacheLayer(FORMATS[form], *buffers, tail=tail, fine=fine, window=window)

@@ -68,33 +68,44 @@ def prefill_attention_of_slots(
 
 
 @torch.library.custom_op("gpt_fast_sd::prefill_attention", mutates_args=(), device_types="cuda")
-def _prefill(q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, n_keys: int) -> Tensor:
+def _prefill(
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, window: int, pos: Tensor, n_keys: int
+) -> Tensor:
     from ..triton import common as triton_common
     from ..triton import prefill as prefill_triton
 
-    layer, arch = layer_of(buffers, form, tail, fine), triton_common.architecture()
+    layer, arch = layer_of(buffers, form, tail, fine, window), triton_common.architecture()
     return prefill_triton.attend(q, layer, pos, n_keys, arch=arch)
 
 
 @torch.library.custom_op("gpt_fast_sd::prefill_attention_with_lse", mutates_args=(), device_types="cuda")
 def _prefill_with_lse(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, n_keys: int
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, window: int, pos: Tensor, n_keys: int
 ) -> tuple[Tensor, Tensor]:
     from ..triton import common as triton_common
     from ..triton import prefill as prefill_triton
 
-    layer, arch = layer_of(buffers, form, tail, fine), triton_common.architecture()
+    layer, arch = layer_of(buffers, form, tail, fine, window), triton_common.architecture()
     return prefill_triton.attend_with_lse(q, layer, pos, n_keys, arch=arch)
 
 
 @torch.library.custom_op("gpt_fast_sd::key_mass", mutates_args=(), device_types="cuda")
 def _key_mass(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, lse: Tensor, pos: Tensor, n_keys: int, page: int
+    q: Tensor,
+    buffers: list[Tensor],
+    form: str,
+    tail: int,
+    fine: bool,
+    window: int,
+    lse: Tensor,
+    pos: Tensor,
+    n_keys: int,
+    page: int,
 ) -> Tensor:
     from ..triton import common as triton_common
     from ..triton import prefill as prefill_triton
 
-    layer, arch = layer_of(buffers, form, tail, fine), triton_common.architecture()
+    layer, arch = layer_of(buffers, form, tail, fine, window), triton_common.architecture()
     return prefill_triton.key_mass(q, layer, lse, pos, n_keys, page, arch=arch)
 
 
@@ -110,6 +121,15 @@ def _prefill_with_lse_fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 @_key_mass.register_fake
 def _key_mass_fake(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, lse: Tensor, pos: Tensor, n_keys: int, page: int
+    q: Tensor,
+    buffers: list[Tensor],
+    form: str,
+    tail: int,
+    fine: bool,
+    window: int,
+    lse: Tensor,
+    pos: Tensor,
+    n_keys: int,
+    page: int,
 ) -> Tensor:
     return q.new_empty(*buffers[0].shape[:2], n_keys // page, dtype=torch.float32)

@@ -37,13 +37,13 @@ def sparse_attention(
 
 @torch.library.custom_op("gpt_fast_sd::sparse_attention", mutates_args=(), device_types="cuda")
 def _sparse(
-    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, kv_indices: Tensor, window_start: Tensor,
-    window_width: int, pos: Tensor, n_keys: int, page: int,
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, window: int, kv_indices: Tensor,
+    window_start: Tensor, window_width: int, pos: Tensor, n_keys: int, page: int,
 ) -> Tensor:  # fmt: skip
     from ..triton import common as triton_common
     from ..triton import sparse as sparse_triton
 
-    layer, arch = layer_of(buffers, form, tail, fine), triton_common.architecture()
+    layer, arch = layer_of(buffers, form, tail, fine, window), triton_common.architecture()
     return sparse_triton.attend(q, layer, kv_indices, window_start, window_width, pos, n_keys, page, arch=arch)
 
 

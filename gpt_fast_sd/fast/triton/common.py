@@ -68,7 +68,7 @@ E4M3_TO_BF16 = tl.constexpr("""{
 }""")
 # Both planes: of 15 << 7, the base that leaves zero where k is 15, a bf16 is 2 ** 105 too small. No half of the sums
 # borrows from the other.
-PLANES_TO_BF16 = tl.constexpr("""{
+WEIGHTS_TO_BF16 = tl.constexpr("""{
     .reg .b32 pair, sign, low, below, raise, minus;
     mov.b32 raise, 0x74007400;
     mov.b32 minus, 0x80008000;
@@ -99,6 +99,60 @@ PLANES_TO_BF16 = tl.constexpr("""{
     or.b32 pair, pair, sign;
     fma.rn.bf16x2 $1, pair, raise, minus;
 }""")
+# Four bytes of the upper plane and four of the lower, a nibble of the first half of a head (the low one) and one of the
+# second in each -> two registers of either half. The bytes that are joined have signs that are 0 where a number is
+# negative, else as those of an int8: INT8_TO_BF16 with that bit turned.
+PLANES_TO_BF16 = tl.constexpr("""{
+    .reg .b32 first, second, moved, pair, rest, sign, minus, high, lower, inverse;
+    mov.b32 minus, 0xbf80bf80;
+    mov.b32 high, 0xf0f0f0f0;
+    mov.b32 lower, 0xff80ff80;
+    mov.b32 inverse, 0x00800080;
+    shl.b32 moved, $4, 4;
+    lop3.b32 first, moved, $5, high, 0xe4;
+    shr.b32 moved, $5, 4;
+    lop3.b32 second, $4, moved, high, 0xe4;
+    prmt.b32 pair, first, 0x43, 0x4140;
+    and.b32 rest, pair, 0xff7fff7f;
+    lop3.b32 sign, pair, lower, inverse, 0x6a;
+    fma.rn.bf16x2 $0, sign, minus, rest;
+    prmt.b32 pair, first, 0x43, 0x4342;
+    and.b32 rest, pair, 0xff7fff7f;
+    lop3.b32 sign, pair, lower, inverse, 0x6a;
+    fma.rn.bf16x2 $1, sign, minus, rest;
+    prmt.b32 pair, second, 0x43, 0x4140;
+    and.b32 rest, pair, 0xff7fff7f;
+    lop3.b32 sign, pair, lower, inverse, 0x6a;
+    fma.rn.bf16x2 $2, sign, minus, rest;
+    prmt.b32 pair, second, 0x43, 0x4342;
+    and.b32 rest, pair, 0xff7fff7f;
+    lop3.b32 sign, pair, lower, inverse, 0x6a;
+    fma.rn.bf16x2 $3, sign, minus, rest;
+}""")
+# Four bytes of the upper plane alone, as if the nibbles of the lower one were 0: 2 * nibble above the 128 of a bf16 of
+# 256 is 256 + 16 * nibble, of which 384 are too many.
+UPPER_TO_BF16 = tl.constexpr("""{
+    .reg .b32 pair, moved, nibbles, base, one, less;
+    mov.b32 nibbles, 0x00780078;
+    mov.b32 base, 0x43804380;
+    mov.b32 one, 0x3f803f80;
+    mov.b32 less, 0xc3c0c3c0;
+    prmt.b32 pair, $4, 0x0, 0x4140;
+    shl.b32 moved, pair, 3;
+    lop3.b32 moved, moved, nibbles, base, 0xea;
+    fma.rn.bf16x2 $0, moved, one, less;
+    shr.b32 moved, pair, 1;
+    lop3.b32 moved, moved, nibbles, base, 0xea;
+    fma.rn.bf16x2 $2, moved, one, less;
+    prmt.b32 pair, $4, 0x0, 0x4342;
+    shl.b32 moved, pair, 3;
+    lop3.b32 moved, moved, nibbles, base, 0xea;
+    fma.rn.bf16x2 $1, moved, one, less;
+    shr.b32 moved, pair, 1;
+    lop3.b32 moved, moved, nibbles, base, 0xea;
+    fma.rn.bf16x2 $3, moved, one, less;
+}""")
+MISSING = tl.constexpr(7.5)  # the mean of what is not read of a number where the lower plane is not
 
 
 def architecture() -> int | str:
@@ -157,6 +211,12 @@ def row_limits(p_pos, o_t, m_r, n_keys, stride_t):
 
 
 @triton.jit
+def first_seen(limit, WINDOW: tl.constexpr):
+    """The first key that rows which see up to `limit` see of a window."""
+    return tl.maximum(limit - (WINDOW - 1), 0)
+
+
+@triton.jit
 def widen(b_x, dtype: tl.constexpr, ROWS: tl.constexpr = 0):
     """Entries of the cache in the dtype of the queries, which holds them exactly. ROWS: of the product's tile."""
     # As impure the assembler stays where entries arrive, before they are laid out for products. Else keys are read from
@@ -196,7 +256,7 @@ def join_weights(b_up, b_low, ROWS: tl.constexpr):
         b_wide = ((b_bits & 0x80) << 24 | b_wide << 16).to(tl.float32, bitcast=True) * (2.0**105)
         b_wide = b_wide.to(tl.bfloat16)
     else:
-        b_wide = tl.inline_asm_elementwise(PLANES_TO_BF16, "=r,=r,r,r", [b_up, b_low], tl.bfloat16, PURE, 4)
+        b_wide = tl.inline_asm_elementwise(WEIGHTS_TO_BF16, "=r,=r,r,r", [b_up, b_low], tl.bfloat16, PURE, 4)
     return b_wide
 
 
@@ -204,17 +264,38 @@ def join_weights(b_up, b_low, ROWS: tl.constexpr):
 def load_planes(p_up, p_low, m_load, m_whole, dtype: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr = 0):
     """The first and the second half of heads out of the planes that hold them, in the dtype of the queries, exactly.
 
-    With a TAIL the lower plane is read of entries m_whole alone; others are as if its nibbles were 7, half too small.
+    With a TAIL the lower plane is read of entries m_whole alone; others are MISSING too small in the mean.
     """
+    # impure where widen is
+    PURE: tl.constexpr = ROWS >= 64 and cuda_capability_geq(10) and not cuda_capability_geq(12)
     b_up = tl.load(p_up, mask=m_load, other=0)
-    if TAIL:  # noqa: SIM108  decided when the kernel is built
-        b_low = tl.load(p_low, mask=m_load & m_whole[:, None], other=0x77)
+    if TAIL:
+        m_load = m_load & m_whole[:, None]
+    b_low = tl.load(p_low, mask=m_load, other=0)
+    if dtype == tl.bfloat16 and not INTERPRETED:
+        b_first, b_second = tl.inline_asm_elementwise(
+            PLANES_TO_BF16, "=r,=r,=r,=r,r,r", [b_up, b_low], (tl.bfloat16, tl.bfloat16), PURE, 4
+        )
     else:
-        b_low = tl.load(p_low, mask=m_load, other=0)
-    b_first = ((b_up << 4) | (b_low & 0x0F)) ^ 0x80
-    b_second = ((b_up & 0xF0) | (b_low >> 4)) ^ 0x80
-    b_first, b_second = b_first.to(tl.int8, bitcast=True), b_second.to(tl.int8, bitcast=True)
-    return widen(b_first, dtype, ROWS), widen(b_second, dtype, ROWS)
+        b_1 = (((b_up << 4) | (b_low & 0x0F)) ^ 0x80).to(tl.int8, bitcast=True)
+        b_2 = (((b_up & 0xF0) | (b_low >> 4)) ^ 0x80).to(tl.int8, bitcast=True)
+        b_first, b_second = widen(b_1, dtype, ROWS), widen(b_2, dtype, ROWS)
+    return b_first, b_second
+
+
+@triton.jit
+def load_upper(p_up, m_load, dtype: tl.constexpr, ROWS: tl.constexpr = 0):
+    """Both halves of heads out of the upper plane alone, in the dtype of the queries: MISSING too small in the mean."""
+    PURE: tl.constexpr = ROWS >= 64 and cuda_capability_geq(10) and not cuda_capability_geq(12)
+    b_up = tl.load(p_up, mask=m_load, other=0)
+    if dtype == tl.bfloat16 and not INTERPRETED:
+        b_first, b_second = tl.inline_asm_elementwise(
+            UPPER_TO_BF16, "=r,=r,=r,=r,r", [b_up], (tl.bfloat16, tl.bfloat16), PURE, 4
+        )
+    else:
+        b_first = widen(((b_up << 4) ^ 0x80).to(tl.int8, bitcast=True), dtype, ROWS)
+        b_second = widen(((b_up & 0xF0) ^ 0x80).to(tl.int8, bitcast=True), dtype, ROWS)
+    return b_first, b_second
 
 
 @triton.jit

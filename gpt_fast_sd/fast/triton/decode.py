@@ -15,7 +15,7 @@ A cache may hold entries of a byte (FORMAT, see triton_common): they are widened
 queries, which is exact, and what an int8 stands for stays outside the products: the scale of a key belongs to its
 scores, that of a value to its weights, once these are summed. Where numbers lie in planes of nibbles, each byte holds
 one of the first half of a head and one of the second: there are two products of half as many dims, and two sums. What
-is missing where a draft does not read the lower plane, half a number each, is added to scores and sums at once.
+is missing where a draft does not read the lower plane, the same of each number, is added to scores and sums at once.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         R = G * T rows of a kv head (row r is token r // G, head r % G).
@@ -34,12 +34,15 @@ from gpt_fast_sd.model import CacheLayer
 
 from .common import (
     LOG2_E,
+    MISSING,
     block_of,
     entry_size,
     family,
+    first_seen,
     format_of,
     load_planes,
     load_scales,
+    load_upper,
     row_limits,
     strides,
     widen,
@@ -124,10 +127,11 @@ def split_kernel(
     q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr, TAIL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows over one split: fp32 part [splits, B * K, R, H], normalised, and its base-2 lse.
 
-    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see CacheLayer.
+    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL, WINDOW: see CacheLayer.
 
     p_sum [B * K, S // UNIT, R], p_max [B * K, S // BLOCK_N, R]: the exps of each UNIT keys, and the maxima they are
     relative to; None if they are not needed.
@@ -144,6 +148,12 @@ def split_kernel(
     last = tl.max(b_limit, 0)
     if start > last:
         return
+    first = 0
+    if WINDOW:  # rows that read nothing do not keep the others from beginning where they do
+        first = tl.min(first_seen(tl.where(b_limit >= 0, b_limit, last), WINDOW), 0) - start
+        if first >= split:
+            return
+        first = tl.maximum(first, 0) // BLOCK_N * BLOCK_N
 
     o_h = tl.arange(0, BLOCK_H)
     o_n = tl.arange(0, BLOCK_N)
@@ -165,8 +175,8 @@ def split_kernel(
     if TAIL:
         whole_from = (tl.load(p_pos + i_b * pos_b) - (TAIL - 1)).to(tl.int32)
         # [BLOCK_R]
-        b_q_half = 0.5 * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
-        b_halves = tl.zeros([BLOCK_R], tl.float32)
+        b_q_missing = MISSING * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
+        b_unread = tl.zeros([BLOCK_R], tl.float32)
     # [BLOCK_N, BLOCK_H]
     o_block = o_n[:, None] * HELD + o_h[None, :]
 
@@ -174,81 +184,103 @@ def split_kernel(
     b_max = tl.full([BLOCK_R], -1e30, tl.float32)
     b_total = tl.zeros([BLOCK_R], tl.float32)
     b_out = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
-    for j in range(0, tl.minimum(split, last + 1 - start), BLOCK_N):
-        # [BLOCK_N]
-        o_j = start + j + o_n
-        # Memory past the last key may hold NaN, and 0 * NaN is not 0.
-        m_block = (o_j <= last)[:, None]
-        if HELD != BLOCK_H:
-            m_block = m_block & (o_h < HELD)[None, :]
-        if FORMAT % 2 == 1:  # asked for ahead of products that need not wait for them
-            b_k_scale = load_scales(p_k_scale + j + o_n, o_j <= last)
-            b_v_scale = load_scales(p_v_scale + j + o_n, o_j <= last)
-        if FORMAT == 3:
-            m_whole = o_j >= whole_from if TAIL else o_j >= 0
-            # [BLOCK_N, BLOCK_H]
-            o_plane = j * HELD + o_block
-            b_k, b_k2 = load_planes(p_k + o_plane, p_k_low + o_plane, m_block, m_whole, b_q.dtype, TAIL, BLOCK_R)
-            # [BLOCK_R, BLOCK_N]
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-            b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
-            if TAIL:
-                b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_half[:, None]
-        else:
-            # [BLOCK_N, BLOCK_H]
-            b_k = widen(tl.load(p_k + j * H + o_block, mask=m_block, other=0.0), b_q.dtype, BLOCK_R)
-            # [BLOCK_R, BLOCK_N]
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        if FORMAT % 2 == 1:
-            b_s *= b_k_scale[None, :]
-        b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s * SCALE, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))
-        b_w = tl.exp2(b_s - b_new[:, None])
-        # [BLOCK_R]
-        b_shrink = tl.exp2(b_max - b_new)
-        b_max = b_new
-        b_total = b_total * b_shrink + tl.sum(b_w, 1)
-        if p_sum is not None:
-            n_units = (tl.num_programs(2) * (split // UNIT)).to(tl.int64)
-            o_unit = i_bk * n_units + (start + j) // UNIT + tl.arange(0, BLOCK_N // UNIT)
-            # [BLOCK_R, BLOCK_N // UNIT]
-            b_sum = tl.sum(tl.reshape(b_w, [BLOCK_R, BLOCK_N // UNIT, UNIT]), 2)
-            if BLOCK_R == 64 and BLOCK_N // UNIT == 4:  # in halves, which need half as much shared memory
-                b_even, b_odd = tl.split(tl.reshape(b_sum, [BLOCK_R, 2, 2]))
-                o_even = i_bk * n_units + (start + j) // UNIT + 2 * tl.arange(0, 2)
-                p_even = p_sum + o_even[None, :] * n_rows + o_r[:, None]
-                tl.store(p_even, b_even, mask=m_r[:, None])
-                tl.store(p_even + n_rows, b_odd, mask=m_r[:, None])
+    # Of keys up to the block in which those begin that a draft reads whole, it reads the upper plane alone: PART 0.
+    n_upper, n_all = first, tl.minimum(split, last + 1 - start)
+    if TAIL:
+        n_upper = tl.minimum(tl.maximum((whole_from - start) // BLOCK_N * BLOCK_N, first), n_all)
+    for PART in tl.static_range(0 if TAIL else 1, 2):
+        for j in range(first if PART == 0 else n_upper, n_upper if PART == 0 else n_all, BLOCK_N):
+            # [BLOCK_N]
+            o_j = start + j + o_n
+            # Memory past the last key may hold NaN, and 0 * NaN is not 0.
+            m_block = (o_j <= last)[:, None]
+            if HELD != BLOCK_H:
+                m_block = m_block & (o_h < HELD)[None, :]
+            if FORMAT % 2 == 1:  # asked for ahead of products that need not wait for them
+                b_k_scale = load_scales(p_k_scale + j + o_n, o_j <= last)
+                b_v_scale = load_scales(p_v_scale + j + o_n, o_j <= last)
+            if FORMAT == 3:
+                # [BLOCK_N, BLOCK_H]
+                o_plane = j * HELD + o_block
+                m_whole = o_j >= (whole_from if TAIL else 0)
+                if PART == 0:
+                    b_k, b_k2 = load_upper(p_k + o_plane, m_block, b_q.dtype, BLOCK_R)
+                else:
+                    b_k, b_k2 = load_planes(
+                        p_k + o_plane, p_k_low + o_plane, m_block, m_whole, b_q.dtype, TAIL, BLOCK_R
+                    )
+                # [BLOCK_R, BLOCK_N]
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+                b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
+                if PART == 0:
+                    b_s += b_q_missing[:, None]
+                elif TAIL:
+                    b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_missing[:, None]
             else:
-                tl.store(p_sum + o_unit[None, :] * n_rows + o_r[:, None], b_sum, mask=m_r[:, None])
-            i_block = i_bk * (n_units // (BLOCK_N // UNIT)) + (start + j) // BLOCK_N
-            tl.store(p_max + i_block * n_rows + o_r, b_max, mask=m_r)
-        if FORMAT % 2 == 1:
-            b_w *= b_v_scale[None, :]
-        if TAIL:
-            b_halves = b_halves * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
-        if FORMAT == 3:
-            # [BLOCK_N, BLOCK_H]
-            b_v, b_v2 = load_planes(p_v + o_plane, p_v_low + o_plane, m_block, m_whole, b_q.dtype, TAIL, BLOCK_R)
+                # [BLOCK_N, BLOCK_H]
+                b_k = widen(tl.load(p_k + j * H + o_block, mask=m_block, other=0.0), b_q.dtype, BLOCK_R)
+                # [BLOCK_R, BLOCK_N]
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+            if FORMAT % 2 == 1:
+                b_s *= b_k_scale[None, :]
+            m_s = o_j[None, :] <= b_limit[:, None]
+            if WINDOW:
+                m_s = m_s & (o_j[None, :] >= first_seen(b_limit, WINDOW)[:, None])
+            b_s = tl.where(m_s, b_s * SCALE, float("-inf"))
+            b_new = tl.maximum(b_max, tl.max(b_s, 1))
+            b_w = tl.exp2(b_s - b_new[:, None])
+            # [BLOCK_R]
+            b_shrink = tl.exp2(b_max - b_new)
+            b_max = b_new
+            b_total = b_total * b_shrink + tl.sum(b_w, 1)
+            if p_sum is not None:
+                n_units = (tl.num_programs(2) * (split // UNIT)).to(tl.int64)
+                o_unit = i_bk * n_units + (start + j) // UNIT + tl.arange(0, BLOCK_N // UNIT)
+                # [BLOCK_R, BLOCK_N // UNIT]
+                b_sum = tl.sum(tl.reshape(b_w, [BLOCK_R, BLOCK_N // UNIT, UNIT]), 2)
+                if BLOCK_R == 64 and BLOCK_N // UNIT == 4:  # in halves, which need half as much shared memory
+                    b_even, b_odd = tl.split(tl.reshape(b_sum, [BLOCK_R, 2, 2]))
+                    o_even = i_bk * n_units + (start + j) // UNIT + 2 * tl.arange(0, 2)
+                    p_even = p_sum + o_even[None, :] * n_rows + o_r[:, None]
+                    tl.store(p_even, b_even, mask=m_r[:, None])
+                    tl.store(p_even + n_rows, b_odd, mask=m_r[:, None])
+                else:
+                    tl.store(p_sum + o_unit[None, :] * n_rows + o_r[:, None], b_sum, mask=m_r[:, None])
+                i_block = i_bk * (n_units // (BLOCK_N // UNIT)) + (start + j) // BLOCK_N
+                tl.store(p_max + i_block * n_rows + o_r, b_max, mask=m_r)
+            if FORMAT % 2 == 1:
+                b_w *= b_v_scale[None, :]
+            if PART == 0:
+                b_unread = b_unread * b_shrink + tl.sum(b_w, 1)
+            elif TAIL:
+                b_unread = b_unread * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
+            if FORMAT == 3:
+                # [BLOCK_N, BLOCK_H]
+                if PART == 0:
+                    b_v, b_v2 = load_upper(p_v + o_plane, m_block, b_q.dtype, BLOCK_R)
+                else:
+                    b_v, b_v2 = load_planes(
+                        p_v + o_plane, p_v_low + o_plane, m_block, m_whole, b_q.dtype, TAIL, BLOCK_R
+                    )
+                # [BLOCK_R, BLOCK_H]
+                b_out2 = tl.dot(b_w.to(b_v.dtype), b_v2, b_out2 * b_shrink[:, None], input_precision="ieee")
+            else:
+                # [BLOCK_N, BLOCK_H]
+                b_v = widen(tl.load(p_v + j * H + o_block, mask=m_block, other=0.0), b_q.dtype, BLOCK_R)
             # [BLOCK_R, BLOCK_H]
-            b_out2 = tl.dot(b_w.to(b_v.dtype), b_v2, b_out2 * b_shrink[:, None], input_precision="ieee")
-        else:
-            # [BLOCK_N, BLOCK_H]
-            b_v = widen(tl.load(p_v + j * H + o_block, mask=m_block, other=0.0), b_q.dtype, BLOCK_R)
-        # [BLOCK_R, BLOCK_H]
-        b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
+            b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
 
     # A row may end before this split of its tile does: it reads nothing here, and the merge ignores its result.
     b_total = tl.where(b_total > 0, b_total, 1.0)
     if TAIL:
-        b_out += 0.5 * b_halves[:, None]
+        b_out += MISSING * b_unread[:, None]
     b_out = b_out / b_total[:, None]
     o_part = (i_split * tl.num_programs(1) + i_bk).to(tl.int64) * n_rows + o_r
     p_part += o_part[:, None] * H + o_h[None, :]
     tl.store(p_part, b_out, mask=m_q)
     if FORMAT == 3:
         if TAIL:
-            b_out2 += 0.5 * b_halves[:, None]
+            b_out2 += MISSING * b_unread[:, None]
         tl.store(p_part + HELD, b_out2 / b_total[:, None], mask=m_q)
     tl.store(p_lse + o_part, b_max + tl.log2(b_total), mask=m_r)
 
@@ -259,6 +291,7 @@ def split_kernel(
 def merge_kernel(
     p_part, p_lse, p_pos, p_out, p_row_lse, n_tokens, n_keys, split, pos_b, pos_t,
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one row, in their order: out [B, T, N, H], row_lse [B * K, R] or None."""
     i_r, i_bk = tl.program_id(0), tl.program_id(1)
@@ -272,7 +305,10 @@ def merge_kernel(
     total = 0.0
     # [BLOCK_H]
     b_out = tl.zeros([BLOCK_H], tl.float32)
-    for first in range(0, n_splits, BLOCK_S):
+    first_split = 0
+    if WINDOW:
+        first_split = first_seen(limit, WINDOW) // split
+    for first in range(first_split, n_splits, BLOCK_S):
         # [BLOCK_S]
         o_s = first + tl.arange(0, BLOCK_S)
         m_s = o_s < n_splits
@@ -301,7 +337,7 @@ def merge_kernel(
 def mass_kernel(
     p_sum, p_max, p_row_lse, p_pos, p_mass, n_tokens, n_keys, n_units, pos_b, pos_t,
     K: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Sum the mass of each page over all rows: mass fp32 [B, K, n_keys // PAGE], 0 past the last key."""
     i_block, i_bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -319,6 +355,8 @@ def mass_kernel(
         b_lse = tl.load(p_row_lse + i_bk * n_rows + o_r, mask=b_limit >= 0, other=0.0)
         # [UNITS, BLOCK_R]
         m_read = (o_u * UNIT)[:, None] <= b_limit[None, :]
+        if WINDOW:
+            m_read = m_read & ((o_u * UNIT + UNIT)[:, None] > first_seen(b_limit, WINDOW)[None, :])
         o_sum = (i_bk * n_units + o_u)[:, None] * n_rows + o_r[None, :]
         o_max = (i_bk * n_blocks + o_u * UNIT // BLOCK_N)[:, None] * n_rows + o_r[None, :]
         b_sum = tl.load(p_sum + o_sum, mask=m_read, other=0.0)
@@ -379,18 +417,19 @@ def _attend(
         q, *layer.operands, pos, part, lse, sums, maxima, n_tokens, n_keys, split,
         *strides(q, 3), *strides(layer.k, 2), *strides(layer.v, 2), *strides(layer.k_scale, 2), *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_of(head_dim, form),
-        BLOCK_N=block_n, UNIT=unit, FORMAT=form, TAIL=layer.tail, num_warps=num_warps, num_stages=num_stages,
+        BLOCK_N=block_n, UNIT=unit, FORMAT=form, TAIL=layer.tail, WINDOW=layer.window,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
     merge_kernel[n_rows, n_bk](
         part, lse, pos, out, row_lse, n_tokens, n_keys, split, *pos.stride(),
-        K=n_kv, G=group, H=head_dim, BLOCK_H=block_h, BLOCK_S=MERGED, num_warps=MERGE_WARPS,
+        K=n_kv, G=group, H=head_dim, BLOCK_H=block_h, BLOCK_S=MERGED, WINDOW=layer.window, num_warps=MERGE_WARPS,
     )  # fmt: skip
     if page is not None:
         block_p = max(1, MASS_UNITS * unit // page)
         mass_kernel[triton.cdiv(n_keys // page, block_p), n_bk](
             sums, maxima, row_lse, pos, mass, n_tokens, n_keys, n_splits * split // unit, *pos.stride(),
             K=n_kv, G=group, PAGE=page, UNIT=unit, BLOCK_N=block_n, BLOCK_P=block_p, BLOCK_R=MASS_ROWS,
-            num_warps=4,
+            WINDOW=layer.window, num_warps=4,
         )  # fmt: skip
     return out.transpose(1, 2), mass

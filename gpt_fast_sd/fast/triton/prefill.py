@@ -19,9 +19,11 @@ from gpt_fast_sd.model import CacheLayer
 
 from .common import (
     LOG2_E,
+    MISSING,
     block_of,
     entry_size,
     family,
+    first_seen,
     format_of,
     load_planes,
     load_scales,
@@ -73,15 +75,15 @@ KEY_MASS = {
 
 @triton.jit
 def read_block(
-    b_q, b_q2, b_q_half, b_out, b_out2, b_halves, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low, p_v_low,
+    b_q, b_q2, b_q_missing, b_out, b_out2, b_unread, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low, p_v_low,
     b_limit, j, last, whole_from,
     SCALE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
-    TAIL: tl.constexpr, MASKED: tl.constexpr,
+    TAIL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax: BLOCK_N keys from j on; unless MASKED all of them are before all rows.
 
-    H: numbers of an entry that lie together. b_q2 and b_out2: of planes, the second half of heads; b_q_half and
-    b_halves: with a TAIL; else they are anything.
+    H: numbers of an entry that lie together. b_q2 and b_out2: of planes, the second half of heads; b_q_missing and
+    b_unread: with a TAIL; else they are anything.
     """
     o_h = tl.arange(0, BLOCK_H)
     # [BLOCK_N]
@@ -107,11 +109,14 @@ def read_block(
     if FORMAT == 3:
         b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
     if TAIL:
-        b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_half[:, None]
+        b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_missing[:, None]
     if FORMAT % 2 == 1:
         b_s *= b_k_scale[None, :]
     if MASKED:
-        b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s, float("-inf"))
+        m_s = o_j[None, :] <= b_limit[:, None]
+        if WINDOW:
+            m_s = m_s & (o_j[None, :] >= first_seen(b_limit, WINDOW)[:, None])
+        b_s = tl.where(m_s, b_s, float("-inf"))
     # The scale is positive: only a row's largest score needs it separately, the others get it with the subtraction.
     b_new = tl.maximum(b_max, tl.max(b_s, 1) * SCALE)
     b_w = tl.exp2(b_s * SCALE - b_new[:, None])
@@ -121,7 +126,7 @@ def read_block(
     if FORMAT % 2 == 1:
         b_w *= b_v_scale[None, :]
     if TAIL:
-        b_halves = b_halves * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
+        b_unread = b_unread * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
     if FORMAT == 3:
         b_v, b_v2 = load_planes(p_v + o_block, p_v_low + o_block, m_block, m_whole, b_q.dtype, TAIL, b_q.shape[0])
         # [BLOCK_R, BLOCK_H]
@@ -136,7 +141,7 @@ def read_block(
     b_out = tl.dot(
         b_w.to(b_q.dtype), widen(b_v, b_q.dtype, b_q.shape[0]), b_out * b_shrink[:, None], input_precision="ieee"
     )
-    return b_out, b_out2, b_halves, b_new, b_total
+    return b_out, b_out2, b_unread, b_new, b_total
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_keys", "pos_b", "pos_t"], do_not_specialize_on_alignment=["p_pos"])
@@ -144,11 +149,11 @@ def prefill_kernel(
     p_q, p_k, p_v, p_k_scale, p_v_scale, p_k_low, p_v_low, p_pos, p_out, p_lse, n_tokens, n_keys,
     q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of rows to all they may see: out [B, T, N, H]; lse fp32 [B, N, T], natural, or None.
 
-    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see CacheLayer.
+    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL, WINDOW: see CacheLayer.
     """
     HELD: tl.constexpr = H // 2 if FORMAT == 3 else H
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first, so that short ones fill the end
@@ -177,38 +182,42 @@ def prefill_kernel(
     # Rows that read nothing do not prevent the others from reading blocks unmasked.
     n_all = tl.min(tl.where(b_limit >= 0, b_limit, last), 0) + 1
     n_all = n_all // BLOCK_N * BLOCK_N
+    first = 0
+    if WINDOW:  # a tile begins where its first row does, and all of it is masked
+        first = tl.min(first_seen(tl.where(b_limit >= 0, b_limit, last), WINDOW), 0) // BLOCK_N * BLOCK_N
+        n_all = first
     # Finite, so that a row that has seen no key yet does not subtract infinities.
     b_max = tl.full([BLOCK_R], -1e30, tl.float32)
     b_total = tl.zeros([BLOCK_R], tl.float32)
     b_out = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     # What only planes, and only drafts, have; else anything.
     b_q2, b_out2 = b_q, b_out
-    b_q_half, b_halves, whole_from = b_total, b_total, last
+    b_q_missing, b_unread, whole_from = b_total, b_total, last
     if FORMAT == 3:
         b_q2 = tl.load(p_q + HELD, mask=m_tile, other=0.0)
         b_out2 = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     if TAIL:
         whole_from = (tl.load(p_pos + i_b * pos_b) - (TAIL - 1)).to(tl.int32)
         # [BLOCK_R]
-        b_q_half = 0.5 * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
-        b_halves = tl.zeros([BLOCK_R], tl.float32)
-    for j in range(0, n_all, BLOCK_N):
-        b_out, b_out2, b_halves, b_max, b_total = read_block(
-            b_q, b_q2, b_q_half, b_out, b_out2, b_halves, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low,
-            p_v_low, b_limit, j, last, whole_from, SCALE, HELD, BLOCK_H, BLOCK_N, FORMAT, TAIL, False,
+        b_q_missing = MISSING * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
+        b_unread = tl.zeros([BLOCK_R], tl.float32)
+    for j in range(first, n_all, BLOCK_N):
+        b_out, b_out2, b_unread, b_max, b_total = read_block(
+            b_q, b_q2, b_q_missing, b_out, b_out2, b_unread, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low,
+            p_v_low, b_limit, j, last, whole_from, SCALE, HELD, BLOCK_H, BLOCK_N, FORMAT, TAIL, WINDOW, False,
         )  # fmt: skip
     for j in range(n_all, last + 1, BLOCK_N):
-        b_out, b_out2, b_halves, b_max, b_total = read_block(
-            b_q, b_q2, b_q_half, b_out, b_out2, b_halves, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low,
-            p_v_low, b_limit, j, last, whole_from, SCALE, HELD, BLOCK_H, BLOCK_N, FORMAT, TAIL, True,
+        b_out, b_out2, b_unread, b_max, b_total = read_block(
+            b_q, b_q2, b_q_missing, b_out, b_out2, b_unread, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, p_k_low,
+            p_v_low, b_limit, j, last, whole_from, SCALE, HELD, BLOCK_H, BLOCK_N, FORMAT, TAIL, WINDOW, True,
         )  # fmt: skip
 
     b_total = tl.where(b_limit >= 0, b_total, 1.0)
     o_out = (i_b * n_tokens + o_t) * (K * G) + o_head
     p_out += o_out[:, None] * H + o_h[None, :]
     if TAIL:
-        b_out += 0.5 * b_halves[:, None]
-        b_out2 += 0.5 * b_halves[:, None]
+        b_out += MISSING * b_unread[:, None]
+        b_out2 += MISSING * b_unread[:, None]
     tl.store(p_out, tl.where((b_limit >= 0)[:, None], b_out / b_total[:, None], 0.0), mask=m_tile)
     if FORMAT == 3:
         tl.store(p_out + HELD, tl.where((b_limit >= 0)[:, None], b_out2 / b_total[:, None], 0.0), mask=m_tile)
@@ -222,7 +231,7 @@ def mass_kernel(
     p_q, p_k, p_k_scale, p_k_low, p_lse, p_pos, p_mass, n_tokens, n_keys,
     q_b, q_n, q_t, k_b, k_k, scale_b, scale_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, UNIT: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The mass of BLOCK_N keys from all rows: mass fp32 [B, K, n_keys // UNIT], 0 past the last key."""
     HELD: tl.constexpr = H // 2 if FORMAT == 3 else H
@@ -272,10 +281,13 @@ def mass_kernel(
                 b_q2 = tl.load(p_q + HELD + o_q, mask=m_r[:, None] & m_h[None, :], other=0.0)
                 b_s = tl.dot(b_k2, tl.trans(b_q2), b_s, input_precision="ieee")
                 if TAIL:
-                    b_q_half = 0.5 * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
-                    b_s += tl.where(m_whole, 0.0, 1.0)[:, None] * b_q_half[None, :]
+                    b_q_missing = MISSING * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
+                    b_s += tl.where(m_whole, 0.0, 1.0)[:, None] * b_q_missing[None, :]
             b_s *= b_scale[:, None]
-            b_w = tl.where(o_j[:, None] <= b_limit[None, :], tl.exp2(b_s - b_lse[None, :]), 0.0)
+            m_s = o_j[:, None] <= b_limit[None, :]
+            if WINDOW:
+                m_s = m_s & (o_j[:, None] >= first_seen(b_limit, WINDOW)[None, :])
+            b_w = tl.where(m_s, tl.exp2(b_s - b_lse[None, :]), 0.0)
             b_mass += tl.sum(b_w, 1)
     # [BLOCK_N // UNIT]
     b_unit = tl.sum(tl.reshape(b_mass, [BLOCK_N // UNIT, UNIT]), 1)
@@ -319,7 +331,7 @@ def _attend(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, lse: Tensor 
         q, *layer.operands, pos, out, lse, n_tokens, n_keys,
         *strides(q, 3), *strides(layer.k, 2), *strides(layer.v, 2), *strides(layer.k_scale, 2), *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r,
-        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, FORMAT=form, TAIL=layer.tail,
+        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, FORMAT=form, TAIL=layer.tail, WINDOW=layer.window,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out.transpose(1, 2)
@@ -342,7 +354,7 @@ def key_mass(
         q, layer.k, layer.k_scale, layer.k_low, lse, pos, mass, n_tokens, n_keys,
         *strides(q, 3), *strides(layer.k, 2), *strides(layer.k_scale, 2), *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=n_heads // n_kv, H=head_dim, UNIT=unit, BLOCK_R=block_r,
-        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, FORMAT=form, TAIL=layer.tail,
+        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, FORMAT=form, TAIL=layer.tail, WINDOW=layer.window,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return mass if unit == page else page_sums(mass, page // unit)

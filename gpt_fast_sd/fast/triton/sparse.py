@@ -21,7 +21,19 @@ from torch import Tensor
 
 from gpt_fast_sd.model import CacheLayer
 
-from .common import LOG2_E, block_of, entry_size, family, format_of, load_planes, load_scales, strides, widen
+from .common import (
+    LOG2_E,
+    MISSING,
+    block_of,
+    entry_size,
+    family,
+    first_seen,
+    format_of,
+    load_planes,
+    load_scales,
+    strides,
+    widen,
+)
 from ..ops.sizes import ONE_CHUNK
 
 MOST_CHUNKS = 16  # chunks that the merge reads at once
@@ -92,11 +104,11 @@ def chunk_kernel(
     q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, list_b, list_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    FORMAT: tl.constexpr, TAIL: tl.constexpr,
+    FORMAT: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows over one chunk: fp32 out [chunks, B * K, R, H], with its base-2 maxima and totals.
 
-    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see CacheLayer.
+    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL, WINDOW: see CacheLayer.
 
     WHOLE: there is only one chunk, and out is the result [B, T, N, H].
     """
@@ -111,6 +123,8 @@ def chunk_kernel(
     b_limit = tl.load(p_pos + i_b * pos_b + (o_r // G).to(tl.int64) * pos_t, mask=m_r, other=-1)
     b_limit = tl.where(b_limit < n_keys, b_limit, -1).to(tl.int32)
     last = tl.max(b_limit, 0)
+    if WINDOW:
+        first = tl.min(first_seen(tl.where(b_limit >= 0, b_limit, last), WINDOW), 0)
     window_start = tl.load(p_window_start + i_b).to(tl.int32)
     p_q += i_b * q_b + i_k * G * q_n
     o_q = (o_r % G).to(tl.int64) * q_n + (o_r // G).to(tl.int64) * q_t
@@ -129,8 +143,8 @@ def chunk_kernel(
     if TAIL:
         whole_from = (tl.load(p_pos + i_b * pos_b) - (TAIL - 1)).to(tl.int32)
         # [BLOCK_R]
-        b_q_half = 0.5 * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
-        b_halves = tl.zeros([BLOCK_R], tl.float32)
+        b_q_missing = MISSING * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
+        b_unread = tl.zeros([BLOCK_R], tl.float32)
     p_kv_indices += i_b * list_b + i_k * list_k
 
     # Finite, so that a row that has seen no key yet does not subtract infinities.
@@ -147,6 +161,8 @@ def chunk_kernel(
         b_entry = tl.where(m_listed, b_first + o_n % PAGE, window_start + (o_n - n_listed))
         # A page that reaches into the window is read up to the beginning of the window.
         m_n = tl.where(m_listed, (b_first >= 0) & (b_entry < window_start), o_n < n_entries) & (b_entry <= last)
+        if WINDOW:
+            m_n = m_n & (b_entry >= first)
         # [BLOCK_N, BLOCK_H]
         o_kv = b_entry.to(tl.int64)[:, None] * HELD + o_h[None, :]
         m_kv = m_n[:, None]
@@ -163,7 +179,7 @@ def chunk_kernel(
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
             b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
             if TAIL:
-                b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_half[:, None]
+                b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_missing[:, None]
         else:
             b_k = widen(tl.load(p_k + o_kv, mask=m_kv, other=0.0), b_q.dtype, BLOCK_R)
             # [BLOCK_R, BLOCK_N]
@@ -171,6 +187,8 @@ def chunk_kernel(
         if FORMAT % 2 == 1:
             b_s *= b_k_scale[None, :]
         m_s = m_n[None, :] & (b_entry[None, :] <= b_limit[:, None])
+        if WINDOW:
+            m_s = m_s & (b_entry[None, :] >= first_seen(b_limit, WINDOW)[:, None])
         b_s = tl.where(m_s, b_s * SCALE, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         b_w = tl.exp2(b_s - b_new[:, None])
@@ -181,7 +199,7 @@ def chunk_kernel(
         if FORMAT % 2 == 1:
             b_w *= b_v_scale[None, :]
         if TAIL:
-            b_halves = b_halves * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
+            b_unread = b_unread * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
         if FORMAT == 3:
             # [BLOCK_N, BLOCK_H]
             b_v, b_v2 = load_planes(p_v + o_kv, p_v_low + o_kv, m_kv, m_whole, b_q.dtype, TAIL, BLOCK_R)
@@ -195,8 +213,8 @@ def chunk_kernel(
 
     m_out = m_r[:, None] & m_h[None, :]
     if TAIL:
-        b_out += 0.5 * b_halves[:, None]
-        b_out2 += 0.5 * b_halves[:, None]
+        b_out += MISSING * b_unread[:, None]
+        b_out2 += MISSING * b_unread[:, None]
     if WHOLE:
         b_by = tl.where(b_total > 0, b_total, 1.0)[:, None]
         o_out = ((i_b * n_tokens + o_r // G) * K + i_k) * G + o_r % G
@@ -271,7 +289,7 @@ def attend(
         *kv_indices.stride()[:2], *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, PAGE=page, BLOCK_R=block_r,
         BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, WHOLE=whole, STAGES=num_stages, FORMAT=form, TAIL=layer.tail,
-        num_warps=num_warps,
+        WINDOW=layer.window, num_warps=num_warps,
     )  # fmt: skip
     if not whole:
         merge_kernel[n_rows, n_bk](

@@ -27,14 +27,14 @@ MOST_DECODED = 32  # query tokens that flash-decoding serves; more of them keep 
 @stands_for(*DENSE)
 def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0) -> tuple[Tensor, Tensor | None]:
     """attention.dense: q [B, N, T, H]; pos [B, T] -> [B, N, T, H], and with a page fp32 [B, K, n_keys // page]."""
-    asked = asked_of(layer, q), layer, pos, n_keys
+    asked, split = (asked_of(layer, q), layer, pos, n_keys), split_for(layer.capacity, len(layer.k) * layer.k.shape[1])
     if page:
-        out, mass = decode_attention_with_mass(*asked, split_for(layer.capacity), page)
+        out, mass = decode_attention_with_mass(*asked, split, page)
         return out.to(q.dtype), mass
     if q.shape[2] > MOST_DECODED:
         return prefill_attention(*asked).to(q.dtype), None
-    # splits depend on the cache alone: no sum depends on the batch, nor, within tiles of one size, on the tokens fed
-    return decode_attention(*asked, split_for(layer.capacity)).to(q.dtype), None
+    # of the shape of the cache: no sum depends on other rows, nor, within tiles of one size, on the tokens fed
+    return decode_attention(*asked, split).to(q.dtype), None
 
 
 @stands_for("gpt_fast_sd.attention:dense_of_slots", f"{LAYER}.of_slots", f"{LAYER}._of", *DENSE[1:])

@@ -6,7 +6,6 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -142,7 +141,7 @@ def timed_attention(
     for heads in dict.fromkeys(Heads.of(setup, context) for context in contexts):
         n, wide = heads.context, heads.layer(device)
         for held, layer in (formats(wide) if by_format else {"bfloat16": wide}).items():
-            split = fast.split_for(n)
+            split = fast.split_for(n, len(layer.k) * layer.k.shape[1])
             for n_tokens in widths[:1] if layer.tail else widths:  # what verifies reads both planes
                 (q, pos), what = heads.queries(n_tokens, device), f"{heads.batch} x {n:,}, T {n_tokens}, {held}"
                 cost, args = (heads.batch * layer.bytes_read(n), heads.flops(n_tokens)), (q, layer, pos, n)
@@ -212,9 +211,8 @@ def timed_linears(setup: Setup) -> list[Record]:
     timings, dtype = Timings(setup), torch.bfloat16
     sizes = {"wo": (64, 128)} if setup.tiny else {"wo": (4096, 4096), "w_in": (28672, 4096), "w_out": (4096, 14336)}
     for place, (n_out, n_in) in sizes.items():
-        plain = torch.nn.Linear(n_in, n_out, bias=False, device=setup.device, dtype=dtype).requires_grad_(False)
         for name in (None, *TABLE, "both planes"):
-            linear: torch.nn.Linear = plain
+            linear = torch.nn.Linear(n_in, n_out, bias=False, device=setup.device, dtype=dtype).requires_grad_(False)
             n_bytes = float(n_out * n_in * dtype.itemsize)
             if name is not None:
                 try:
@@ -222,11 +220,10 @@ def timed_linears(setup: Setup) -> list[Record]:
                 except ValueError as error:
                     print(f"{name} is not timed: {error}")
                     continue
-                entry = precision(known, setup.device)
-                linear, n_bytes = copy.deepcopy(plain), float(entry.bytes_of(n_out, n_in))
-                if entry.shares:
-                    lay_in_planes(linear, plain.weight)
-                linear, n_bytes = (linear, n_bytes + n_out * n_in) if name != known else (entry.of(linear), n_bytes)
+                if (entry := precision(known, setup.device)).shares:
+                    lay_in_planes(linear, linear.weight)
+                n_bytes = float(entry.bytes_of(n_out, n_in) + (name != known) * n_out * n_in)
+                linear = entry.of(linear) if name == known else linear
             for n_rows in (1, 5) if setup.tiny else (1, 16, 64, 96, 256, 2048):
                 x = torch.randn(n_rows, n_in, device=setup.device).to(dtype)
                 what, moved = f"{place} {n_out:,} x {n_in:,}, {n_rows:,} rows", (x.numel() + n_rows * n_out) * 2

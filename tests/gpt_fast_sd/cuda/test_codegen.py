@@ -42,9 +42,9 @@ STEPS = {  # launches, and which of them are ours
     # of the last layer only the keys are needed: wqkv, rope with the cache writes
     "prefill": ((LAYERS - 1) * LAYER + 4, {"prefill_attention": LAYERS - 1}),
     # no keys are written; a layer spreads queries and positions over all slots, picks outputs and mass of its own,
-    # averages them, lists the best entries; of the last layer that is all; once, the lists are put into one tensor
+    # averages them, lists the best in order; of the last layer that is all; once, the lists are put into one tensor
     "observe": (
-        (LAYERS - 1) * (LAYER + 9) + 14,
+        (LAYERS - 1) * (LAYER + 10) + 15,
         {"prefill_attention_with_lse": LAYERS, "key_mass": LAYERS, "top_pages": LAYERS},
     ),
 }

@@ -22,6 +22,7 @@ from gpt_fast_sd.quantization.table import precision_of, require_precision, requ
 from gpt_fast_sd.tp import local_config
 from tests.gpt_fast_sd.cuda.rig import CUDA, LAYERS, fake_rig
 from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER, step_of
+from tests.gpt_fast_sd.test_quantized_weights import linears_of
 from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
 from tests.helpers import few
 
@@ -50,10 +51,6 @@ def quantizing() -> Iterator[None]:
 
     with gpu(), mock.patch("torchao.quantization.Int4WeightOnlyConfig", simple):
         yield
-
-
-def linears_of(model: nn.Module) -> list[nn.Linear]:
-    return [m for m in model.modules() if isinstance(m, nn.Linear)]
 
 
 # what multiplies in the layers and in the head of a copy; launches of a layer, and of its head, beside those of bf16

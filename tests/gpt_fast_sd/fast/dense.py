@@ -4,11 +4,9 @@ Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv head
         C listed entries, W entries of the window.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -45,10 +43,10 @@ class Case:
     def __init__(
         self, ends: Sequence[int], *, n_tokens: int = 1, group: int = 2, n_kv: int = 1, head_dim: int = 64,
         n_keys: int = 192, spare: int = SPARE, dtype: torch.dtype = FP32, held: torch.dtype | None = None,
-        tail: int = 0, seed: int = 0,
+        tail: int = 0, window: int = 0, seed: int = 0,
     ) -> None:  # fmt: skip
         generator, n_rows = torch.Generator().manual_seed(seed), len(ends)
-        self.n_keys, self.tail = n_keys, tail
+        self.n_keys, self.tail, self.window = n_keys, tail, window
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
@@ -71,7 +69,8 @@ class Case:
     def layer(self, rows: slice = slice(None)) -> CacheLayer:
         """That of some rows."""
         buffers = self.k, self.v, self.k_scale, self.v_scale, *self.low
-        return layer_of(*(None if x is None else x[rows] for x in buffers), tail=self.tail)  # type: ignore[arg-type]
+        how = {"tail": self.tail, "window": self.window}
+        return layer_of(*(None if x is None else x[rows] for x in buffers), **how)  # type: ignore[arg-type]
 
     @property
     def spoilt(self) -> tuple[Tensor, ...]:
@@ -94,7 +93,7 @@ class Case:
     def truth(self) -> tuple[Tensor, Tensor, Tensor]:
         """fp64 attention to values and to |values| [B, N, T, 2H], weights [B, K, G, T, S] and lse [B, N, T]."""
         k, v = (x[:, :, : self.n_keys] for x in self.meant)
-        return attention(self.q.double(), k, torch.cat([v, v.abs()], -1), seen_by(self.pos, self.n_keys))
+        return attention(self.q.double(), k, torch.cat([v, v.abs()], -1), seen_by(self.pos, self.n_keys, self.window))
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """fp64 attention [B, N, T, H], and what the same weights make of |v|."""
@@ -149,29 +148,14 @@ class Listed(Case):
         start = self.window_start[:, None]  # [B, 1]
         in_window = (place >= start) & (place < start + self.width)  # [B, S]
         may = (listed[..., :-1] & (place < start)[:, None]) | in_window[:, None]  # [B, K, S]
-        return may[:, :, None] & ((place <= self.pos[..., None]) & (self.pos < self.n_keys)[..., None])[:, None]
+        pos = torch.where(self.pos < self.n_keys, self.pos, n_positions)
+        return may[:, :, None] & seen_by(pos, n_positions, self.window)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """fp64 attention [B, N, T, H], and what the same weights make of |v|."""
         k, v = self.meant
         exact, size = attention(self.q.double(), k, torch.cat([v, v.abs()], -1), self.seen())[0].chunk(2, -1)
         return exact, size
-
-
-def each(*what: object, **shape: Any) -> Iterator[Any]:
-    """Parameters `what`, and a shape for each pair of values of those that are lists, at most two.
-
-    The ordinary run has each value of both, the slow one all pairs. "group n_tokens" has tuples for values.
-    """
-    varied = {names: values for names, values in shape.items() if isinstance(values, list)}
-    first, second = [*varied.values(), [None], [None]][:2]
-    same = {name: value for name, value in shape.items() if name not in varied}
-    for (i, a), (j, b) in itertools.product(enumerate(first), enumerate(second)):
-        own = dict(same)
-        for names, value in zip(varied, (a, b), strict=False):
-            own.update(zip(names.split(), value if " " in names else (value,), strict=True))
-        marks = () if i % len(second) == j % len(first) else pytest.mark.slow
-        yield pytest.param(*what, own, marks=marks)
 
 
 def assert_close(got: Tensor, expected: tuple[Tensor, Tensor]) -> None:

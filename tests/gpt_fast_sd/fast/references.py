@@ -1,14 +1,13 @@
 """The slow, obvious reference of every operator that attends, selects or multiplies on CUDA: in tests its CPU body.
 
-On a CPU the package never calls the operators themselves. Here each gets its reference as a body, so that torch can
-check them, and so that a CPU can work as CUDA does, see `as_on_cuda`.
+On a CPU the package never calls the operators themselves. Here each gets its reference as a body, two of selection what
+the core has, so that torch can check them, and so that a CPU can work as CUDA does, see `as_on_cuda`.
 
-Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K,
+Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K,
         H head dim, R = G * T, P pages, n pages chosen, C listed entries, W entries of the window, M = C + W.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch import Tensor
 from gpt_fast_sd.fast.ops import choice, decode, int8, prefill, select, sparse
 from gpt_fast_sd.fast.ops.layer import layer_of as unflat
 from gpt_fast_sd.model import FORMATS, CacheLayer
+from gpt_fast_sd.policies import selection
 
 
 def as_on_cuda(patch: pytest.MonkeyPatch) -> None:
@@ -40,9 +40,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Te
     return out.transpose(1, 2), weights, lse.flatten(1, 2)
 
 
-def seen_by(pos: Tensor, n_keys: int) -> Tensor:
+def seen_by(pos: Tensor, n_keys: int, window: int = 0) -> Tensor:
     """Which of n_keys entries queries at pos [B, T] read; those past all of them none: bool [B, 1, T, n_keys]."""
-    return ((torch.arange(n_keys) <= pos[..., None]) & (pos < n_keys)[..., None])[:, None]
+    behind = pos[..., None] - torch.arange(n_keys)
+    return ((behind >= 0) & (behind < (window or n_keys)) & (pos < n_keys)[..., None])[:, None]
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -50,12 +51,12 @@ def seen_by(pos: Tensor, n_keys: int) -> Tensor:
 
 def layer_of(
     k: Tensor, v: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_low: Tensor | None = None,
-    v_low: Tensor | None = None, tail: int = 0, fine: bool = False,
+    v_low: Tensor | None = None, tail: int = 0, fine: bool = False, window: int = 0,
 ) -> CacheLayer:  # fmt: skip
     """A layer of these buffers, in the format that they show."""
     bare = {form.dtype: form for form in FORMATS.values() if not form.scaled}
     form = bare[k.dtype] if k_scale is None else FORMATS["int8" if k_low is None else "planes"]
-    return CacheLayer(form, k, v, k_scale, v_scale, k_low, v_low, tail=tail, fine=fine)
+    return CacheLayer(form, k, v, k_scale, v_scale, k_low, v_low, tail=tail, fine=fine, window=window)
 
 
 def decode_attention(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, split: int) -> Tensor:
@@ -81,7 +82,7 @@ def prefill_attention_with_lse(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys
 def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor, Tensor]:
     """The output in q's dtype, fp32 weights [B, K, G, T, n_keys], fp32 lse [B, N, T]."""
     k, v = (x[:, :, :n_keys] for x in meant_by(layer, pos))
-    out, weights, lse = attention(q.float(), k, v, seen_by(pos, n_keys))
+    out, weights, lse = attention(q.float(), k, v, seen_by(pos, n_keys, layer.window))
     return out.to(q.dtype), weights, lse
 
 
@@ -133,7 +134,8 @@ def sparse_attention(
     listed = torch.where(listed < window_start[:, None, None], listed, -1)
     index = torch.cat([listed, window[:, None].expand(-1, k.shape[1], -1)], -1)  # [B, K, M]
     limit = torch.where(pos < n_keys, pos, -1)  # [B, T]
-    seen = (index[:, :, None] >= 0) & (index[:, :, None] <= limit[:, None, :, None])  # [B, K, T, M]
+    behind = limit[:, None, :, None] - index[:, :, None]
+    seen = (index[:, :, None] >= 0) & (behind >= 0) & (behind < (layer.window or n_keys))  # [B, K, T, M]
     where = index.clamp(0, k.shape[2] - 1)[..., None].expand(-1, -1, -1, k.shape[3])  # [B, K, M, H]
     out, _, _ = attention(q.float(), *(x.gather(2, where) for x in (k, v)), seen)
     return out.to(q.dtype)
@@ -151,26 +153,6 @@ def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
     place = place.gather(-1, kind.gather(-1, place).argsort(stable=True, dim=-1))[..., :n]  # the best, then the lower
     place = torch.where(kind.gather(-1, place) < 2, place, n_scores).sort(-1).values
     return F.pad(torch.where(place < n_scores, place, -1), (0, n - place.shape[-1]), value=-1)
-
-
-def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
-    pages = top_pages(mass, first_window_page[:, None], kv_indices.shape[-1] // page)  # [L, B, K, n]
-    entries = pages[..., None] * page + torch.arange(page)  # [L, B, K, n, page]
-    listed = torch.where(pages[..., None] >= 0, entries, -1).flatten(-2)
-    listed = F.pad(listed, (0, kv_indices.shape[-1] - listed.shape[-1]), value=-1)  # [L, B, K, C]
-    kv_indices.copy_(torch.where(due[:, None, None], listed, kv_indices))
-
-
-def page_bounds(layer: CacheLayer, bounds: Tensor, first: Tensor, n_pages: int, page: int) -> None:
-    row = torch.arange(first.shape[0])[:, None]  # [B, 1]
-    pages = (first[:, None] + torch.arange(n_pages)).clamp(max=bounds.shape[2] - 1)  # [B, n]
-    entries = pages[..., None] * page + torch.arange(page)  # [B, n, page]
-    in_pages = meant_by(replace(layer, tail=0))[0][row[..., None], :, entries]  # [B, n, page, K, H]
-    high, low = in_pages.amax(2), in_pages.amin(2)  # [B, n, K, H]
-    if layer.format.scaled:  # outward by one step of bf16
-        infinity = torch.tensor(float("inf"), dtype=torch.bfloat16)
-        high, low = high.bfloat16().nextafter(infinity), low.bfloat16().nextafter(-infinity)
-    bounds[row, :, pages] = torch.cat([high, low], -1)  # [B, n, K, 2H]
 
 
 def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
@@ -199,15 +181,15 @@ OPERATORS: dict[Callable[..., Any], Any] = {
 
 def of_flat(reference: Callable[..., Any]) -> Callable[..., Any]:
     """The body of an operator, which is given queries and a flat layer."""
-    return lambda q, buffers, form, tail, fine, *others: reference(q, unflat(buffers, form, tail, fine), *others)
+    return lambda q, buffers, *others: reference(q, unflat(buffers, *others[:4]), *others[4:])
 
 
 for reference, operator in OPERATORS.items():
     operator.register_kernel("cpu")(of_flat(reference))
 select._page_bounds.register_kernel("cpu")(
-    lambda buffers, form, tail, fine, *others: page_bounds(unflat(buffers, form, tail, fine), *others)
+    lambda buffers, *others: selection.page_bounds(unflat(buffers, *others[:4]), *others[4:])
 )
 select.top_pages.register_kernel("cpu")(top_pages)
-select.guided_select.register_kernel("cpu")(guided_select)
+select.guided_select.register_kernel("cpu")(selection.guided_select)
 select.quest_pages.register_kernel("cpu")(quest_pages)
 int8._int8_linear.register_kernel("cpu")(int8_linear)

@@ -127,14 +127,14 @@ class Case(dense.Case):
     def __init__(
         self, ends: Sequence[int], *, form: str = "bf16", n_tokens: int = 1, group: int = 2, n_kv: int = 2,
         head_dim: int = 64, n_keys: int | None = None, dtype: torch.dtype | None = None, sharp: float = 1.0,
-        whole: bool = True, tail: int = TAIL, seed: int = 0,
+        whole: bool = True, tail: int = TAIL, window: int = 0, seed: int = 0,
     ) -> None:  # fmt: skip
         kind, _, fine = form.partition(" ")
         held = {"int8": dense.INT8, "planes": dense.PLANES, "draft": dense.PLANES}.get(kind)
         super().__init__(
             ends, n_tokens=n_tokens, group=group, n_kv=n_kv, head_dim=head_dim, n_keys=n_keys or max(ends) + 1,
             spare=0, dtype=dtype or (BF16 if held else FORMATS[kind].dtype), held=held,
-            tail=tail if kind == "draft" else 0, seed=seed,
+            tail=tail if kind == "draft" else 0, window=window, seed=seed,
         )  # fmt: skip
         self.fine, self.sharp = bool(fine), sharp
         if held and whole:
@@ -182,7 +182,8 @@ class Case(dense.Case):
         index = self.every() if index is None else index
         index = F.pad(index, (0, -index.shape[-1] % TILE), value=-1)
         k, v = (picked(x, index) for x in self.meant)  # [B, K, M, H]
-        seen = (index[:, :, None] >= 0) & (index[:, :, None] <= self.pos[:, None, :, None])  # [B, K, T, M]
+        behind = self.pos[:, None, :, None] - index[:, :, None]
+        seen = (index[:, :, None] >= 0) & (behind >= 0) & (behind < (self.window or self.n_keys))  # [B, K, T, M]
         out, weights, _ = references.attention(self.q.double(), k, torch.cat([v, v.abs()], -1), seen)
         exact, size = out.chunk(2, -1)
         if self.v_scale is None:
@@ -325,6 +326,21 @@ def test_queries_may_stand_in_any_order_and_past_the_keys_in_view(form: str) -> 
     assert is_close(case.attend(), (exact, off))
     assert is_close(case.attend(64)[:, :, 3:4], (exact[:, :, 3:4], off[:, :, 3:4]))
     assert not case.attend(64)[0, :, [0, 2, 4]].any()
+
+
+@needs_each_kernel
+@pytest.mark.parametrize("window", [1, 64, 100, 1025])
+@pytest.mark.parametrize("form", ["bf16", "int8", "draft"])
+def test_a_window_is_what_is_seen_and_no_tile_before_it_is_read(form: str, window: int) -> None:
+    for n_tokens in (1, 3, 20):
+        case = Case([40, 901, 2302], form=form, n_tokens=n_tokens, group=3, window=window)
+        got, mass = case.attend_with_mass()
+        assert is_close(got, case.near()) and got.equal(case.attend()) and got.equal(case.attend_at(case.seen()))
+        torch.testing.assert_close(mass, case.expected_mass(PAGE)[..., : mass.shape[-1]], rtol=0.02, atol=1e-3)
+        for spoilt in case.spoilt:  # of the longest row
+            spoilt[2, :, : (2303 - n_tokens - window + 1) // TILE * TILE] = NAN
+        again, masses = case.attend_with_mass()
+        assert got.equal(again) and got.equal(case.attend()) and mass.equal(masses)
 
 
 @needs_kernel

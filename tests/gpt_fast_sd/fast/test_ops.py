@@ -140,7 +140,7 @@ OPS_OF_KEYS = ["decode_attention", "decode_attention_with_mass", "prefill_attent
                "cpu_attention_with_mass"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "at"), [*((name, 6) for name in OPS_OF_KEYS), ("key_mass", 7), ("cpu_attention", 7)])
+@pytest.mark.parametrize(("name", "at"), [*((name, 7) for name in OPS_OF_KEYS), ("key_mass", 8), ("cpu_attention", 8)])
 def test_a_compiled_step_calls_them_with_any_number_of_keys_in_view(name: str, at: int) -> None:
     """at: where it stands among the arguments."""
     skip_without_kernels(name)
@@ -163,9 +163,15 @@ def test_a_compiled_step_calls_them_with_any_number_of_keys_in_view(name: str, a
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize(("capacity", "split"), [(1, 256), (4096, 256), (8192, 512), (8193, 1024), (131072, 2048)])
-def test_splits_are_sixteen_to_a_cache_but_neither_short_nor_long(capacity: int, split: int) -> None:
-    assert decode.split_for(capacity) == split
+@pytest.mark.parametrize(("capacity", "n_pairs", "split"), [
+    (1, 8, 256), (4096, 128, 256), (8192, 128, 512), (8193, 128, 1024), (131072, 128, 2048), (57345, 128, 2048),
+    (32768, 8, 512), (32768, 1, 512), (8192, 8, 256), (65536, 8, 1024), (131072, 8, 2048), (131072, 1, 2048),
+    (32768, 24, 2048), (32768, 20, 2048), (32768, 12, 1024),
+])  # fmt: skip
+def test_splits_are_sixteen_to_a_cache_or_more_for_few_rows_but_neither_short_nor_long(
+    capacity: int, n_pairs: int, split: int
+) -> None:
+    assert decode.split_for(capacity, n_pairs) == split
 
 
 def test_an_eager_engine_needs_no_triton_and_starts_neither_dynamo_nor_dtensor() -> None:

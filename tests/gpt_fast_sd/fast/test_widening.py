@@ -14,17 +14,19 @@ pytest.importorskip("triton")
 
 
 def execute(ptx: str, *operands: Tensor) -> list[Tensor]:
-    """What the instructions leave in the outputs $0, $1: registers of 32 bits, as int64, many at a time."""
-    registers = {f"${2 + i}": operand for i, operand in enumerate(operands)}
+    """What the instructions leave in the outputs, two or four: registers of 32 bits, as int64, many at a time."""
+    n_out = len(set(re.findall(r" (\$\d), ", ptx))) - len(set(re.findall(r", (\$\d)", ptx)))
+    registers = {f"${n_out + i}": operand for i, operand in enumerate(operands)}
 
     def value(name: str) -> Tensor:
-        return registers[name] if name in registers else torch.tensor(int(name, 0))
+        return torch.tensor(int(name, 0)) if name[0].isdigit() else registers[name]
 
-    for opcode, into, *names in re.findall(r"^\s*([a-z]\S+) (\S+), ([^,;]+)(?:, ([^,;]+))?(?:, ([^,;]+))?;", ptx, re.M):
+    operand = r"(?:, ([^,;]+))?"
+    for opcode, into, *names in re.findall(rf"^\s*([a-z]\S+) (\S+), ([^,;]+){operand * 3};", ptx, re.M):
         if opcode == ".reg":
             continue
         registers[into] = OPCODES[opcode](*(value(name) for name in names if name)) & 0xFFFFFFFF
-    return [registers["$0"], registers["$1"]]
+    return [registers[f"${i}"] for i in range(n_out)]
 
 
 def permute(low: Tensor, high: Tensor, selector: Tensor) -> Tensor:
@@ -52,20 +54,44 @@ def fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return rounded(a * b + c, torch.bfloat16)
 
 
+def combined(x: Tensor, y: Tensor, z: Tensor, table: Tensor) -> Tensor:
+    """Each bit is that of the table which the bits of x, y and z number, x's the highest."""
+    bits = [register[..., None] >> torch.arange(32) & 1 for register in (x, y, z)]
+    return ((int(table) >> (bits[0] * 4 + bits[1] * 2 + bits[2]) & 1) << torch.arange(32)).sum(-1)
+
+
 OPCODES: dict[str, Callable[..., Tensor]] = {
     "mov.b32": lambda x: x, "and.b32": lambda x, y: x & y, "xor.b32": lambda x, y: x ^ y, "prmt.b32": permute,
-    "or.b32": lambda x, y: x | y, "shl.b32": lambda x, y: x << y, "shr.b32": lambda x, y: x >> y,
-    "add.u32": lambda x, y: x + y, "sub.u32": lambda x, y: x - y, "fma.rn.bf16x2": fused,
+    "or.b32": lambda x, y: x | y, "add.u32": lambda x, y: x + y, "sub.u32": lambda x, y: x - y,
+    "fma.rn.bf16x2": fused, "lop3.b32": combined,
+    "shl.b32": lambda x, n: (x << n) & 0xFFFFFFFF, "shr.b32": lambda x, n: x >> n,
     "sub.f16x2": lambda x, y: rounded(halves(x, torch.float16) - halves(y, torch.float16), torch.float16),
 }  # fmt: skip
+
+
+def packed(places: Tensor) -> Tensor:
+    """Four bytes of each row in a register: [n, 4] -> [n]."""
+    return places.to(torch.uint8).contiguous().view(torch.int32)[:, 0].long() & 0xFFFFFFFF
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("INT8_TO_BF16", torch.bfloat16), ("INT8_TO_FP16", torch.float16)])
 def test_every_byte_becomes_the_same_value_in_its_own_place(name: str, dtype: torch.dtype) -> None:
     places = torch.stack([torch.arange(256).roll(17 * i) for i in range(4)], -1).to(torch.uint8)  # [256, 4]
-    packed = places.contiguous().view(torch.int32)[:, 0].long() & 0xFFFFFFFF
-    out = [halves(register, dtype) for register in execute(getattr(triton_common, name).value, packed)]
+    out = [halves(register, dtype) for register in execute(getattr(triton_common, name).value, packed(places))]
     assert torch.cat(out, -1).equal(places.view(torch.int8).double())
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_every_pair_of_bytes_of_two_planes_becomes_the_numbers_that_lie_in_them(both: bool) -> None:
+    up = torch.stack([torch.arange(65536).roll(257 * i) % 256 for i in range(4)], -1)  # [65536, 4]
+    low = (
+        torch.stack([torch.arange(65536).roll(257 * i) // 256 for i in range(4)], -1) if both else torch.zeros_like(up)
+    )
+    given = [packed(up), packed(low)] if both else [packed(up)]
+    ptx = triton_common.PLANES_TO_BF16 if both else triton_common.UPPER_TO_BF16
+    out = torch.cat([halves(register, torch.bfloat16) for register in execute(ptx.value, *given)], -1)  # [65536, 8]
+    numbers = [(up % 16) * 16 + low % 16 - 128, up // 16 * 16 + low // 16 - 128]
+    assert out.equal(torch.cat(numbers, -1).double())
 
 
 def test_every_weight_in_planes_becomes_its_number_over_the_scale_of_its_row_in_its_own_place() -> None:
@@ -74,10 +100,9 @@ def test_every_weight_in_planes_becomes_its_number_over_the_scale_of_its_row_in_
     there_is = torch.where(k == 15, (u == 0) & (n == 8), (u * 16 + n >= 8) & ((k == 0) | (u * 16 + n < 136)))
     both = torch.stack([there_is.nonzero()[:, 0].roll(997 * i) for i in range(4)], -1)  # [N, 4]
     upper, lower = (both >> 8).to(torch.uint8), both.to(torch.uint8)
-    packed = [plane.view(torch.int32)[:, 0].long() & 0xFFFFFFFF for plane in (upper, lower)]
     read, exact = (
-        torch.cat([halves(register, torch.bfloat16) for register in execute(ptx.value, *packed[:n_planes])], -1)
-        for ptx, n_planes in ((triton_common.E4M3_TO_BF16, 1), (triton_common.PLANES_TO_BF16, 2))
+        torch.cat([halves(register, torch.bfloat16) for register in execute(ptx.value, *map(packed, given))], -1)
+        for ptx, given in ((triton_common.E4M3_TO_BF16, [upper]), (triton_common.WEIGHTS_TO_BF16, [upper, lower]))
     )
     is_number = upper & 127 != 127  # which none in planes is
     assert read[is_number].equal(upper.view(torch.float8_e4m3fn).double()[is_number])

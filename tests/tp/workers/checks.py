@@ -65,12 +65,13 @@ def wide_config(**changes: Any) -> ModelConfig:
     return tiny_config(**{"vocab_size": 260, "n_heads": 8, "n_kv_heads": 4} | changes)
 
 
+SUMMED = "wo.bias", "w_out.bias"  # of which the first rank has all
 FAMILIES = {
     "llama": wide_config(),
     "tied": wide_config(tie_embeddings=True),
     "biased": wide_config(qkv_bias=True),  # as Qwen2
-    "all_biased": wide_config(qkv_bias=True, o_bias=True),  # as Llama with attention_bias
-    "normed": wide_config(qk_norm=True),  # as Qwen3
+    "all_biased": wide_config(qkv_bias=True, o_bias=True, mlp_bias=True),  # as Llama with attention_bias, mlp_bias
+    "normed": wide_config(qk_norm=True, sliding_window=7, full_layers=(0,)),  # as Qwen3, some layers with a window
     "two_kv_heads": wide_config(n_kv_heads=2, qkv_bias=True),
     "one_kv_head": wide_config(n_kv_heads=1),
     # ids that no number of ranks here divides, and so few that of four ranks the last one has none
@@ -139,9 +140,9 @@ def a_rank_reads_its_own_slices_and_nothing_else(parallel: Parallel, folder: Pat
         held = dict(loaded.named_parameters())
         n, real = rows_of(parallel, config.vocab_size)
         padding = (n - real) * config.dim * 4 * (1 if config.tie_embeddings else 2)
-        padding += sum(p.nbytes for key, p in held.items() if key.endswith("wo.bias") and parallel.tp_rank > 0)
+        padding += sum(p.nbytes for key, p in held.items() if key.endswith(SUMMED) and parallel.tp_rank > 0)
         assert read_bytes[0] == sum(p.nbytes for p in held.values()) - padding, name
-        replicated = sum(p.nbytes for key, p in held.items() if "norm" in key or key.endswith("wo.bias"))
+        replicated = sum(p.nbytes for key, p in held.items() if "norm" in key or key.endswith(SUMMED))
         copies = sum(p.nbytes for key, p in held.items() if "wqkv" in key) if config.n_kv_heads < parallel.tp else 0
         total = sum(p.nbytes for p in model.parameters())
         rounding = config.dim * 4 * 2 * (config.vocab_size % parallel.tp > 0)

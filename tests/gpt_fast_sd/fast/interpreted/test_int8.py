@@ -1,39 +1,30 @@
-"""Interpreted products with int8 weights against fp64: for any sizes, and a row's bits are its own.
+"""Interpreted products with int8 weights: a row's bits are its own, and many rows take one copy; see test_fuzz, too.
 
 Shapes: M rows, I inputs, O outputs.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_fast_sd.fast.ops import int8, planes
 from gpt_fast_sd.fast.triton import common as triton_common
 from gpt_fast_sd.fast.triton import int8 as int8_triton
-from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, NAN
-from tests.helpers import few, thinned
-
-# The result is rounded to the dtype, half an eps of it, and sums in fp32 as a few eps of the sum of |products|.
-ROUNDED = {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES}
-SUMMED = 2.0**-20
+from tests.gpt_fast_sd.fast.dense import BF16, NAN
+from tests.helpers import Noting, few
 
 
-def case(
-    n_rows: int, n_in: int, n_out: int, dtype: torch.dtype, *, biased: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def case(n_rows: int, n_in: int, n_out: int, *, biased: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """x [M, I], rows of a wider tensor; an int8 weight [O, I] with its scales [O]; and a bias [O]."""
     generator = torch.Generator().manual_seed(n_rows)
-    x = torch.randn(n_rows, n_in + 24, generator=generator).to(dtype)[:, :n_in]
+    x = torch.randn(n_rows, n_in + 24, generator=generator).to(BF16)[:, :n_in]
     weight = torch.randn(n_out, n_in, generator=generator)
     weight[0, 0], weight[-1] = -3 * weight[0].abs().max(), 0
     integers, scale = torch.zeros(n_out, n_in, dtype=torch.int8), torch.zeros(n_out)
     for i, row in enumerate(weight):  # torch.empty is patched
         spread = row.abs().max().clamp(min=1e-30) / 127
         integers[i], scale[i] = (row / spread).round().to(torch.int8), spread
-    return x, integers, scale, torch.randn(n_out, generator=generator).to(dtype) if biased else None
+    return x, integers, scale, torch.randn(n_out, generator=generator).to(BF16) if biased else None
 
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -41,30 +32,9 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
     return out
 
 
-def check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-    got = linear(x, weight, scale, bias)
-    wide = weight.double() * scale.double()[:, None]
-    expected = x.double() @ wide.t() + (0 if bias is None else bias.double())
-    most = x.double().abs() @ wide.abs().t()  # what products add up to, signs apart
-    assert got.dtype == x.dtype and got.shape == expected.shape and not got.isnan().any()
-    assert ((got.double() - expected).abs() <= ROUNDED[x.dtype] * expected.abs() + SUMMED * most + 1e-30).all()
-
-
-@thinned("n_rows,dtype", [1, 5, 17, 63, 130], DTYPES)
-def test_any_number_of_rows_is_multiplied_as_fp64_does(n_rows: int, dtype: torch.dtype) -> None:
-    check(*case(n_rows, 192, 72, dtype, biased=n_rows % 2 == 1))
-
-
-def test_any_sizes_and_blocks_of_64_outputs_are_multiplied_as_fp64_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    for n_in, n_out in ((8, 1), (96, 33), (128, 64), (576, 40)):
-        check(*case(3, n_in, n_out, BF16))
-    monkeypatch.setattr(int8_triton, "MANY_OUTPUTS", 100)
-    check(*case(20, 160, 130, BF16, biased=True))
-
-
 @pytest.mark.parametrize("n_rows", few([16, 32, 64, 130], [16, 64]))
 def test_a_rows_bits_depend_on_no_other_row_and_for_a_kind_of_tile_not_on_their_number(n_rows: int) -> None:
-    x, *weight = case(n_rows, 200, 40, BF16)
+    x, *weight = case(n_rows, 200, 40)
     expected = linear(x, *weight)
     fewest = {16: 1, 32: 17, 64: 33, 130: 33}[n_rows]
     for begin in (0, n_rows - fewest):
@@ -75,31 +45,24 @@ def test_a_rows_bits_depend_on_no_other_row_and_for_a_kind_of_tile_not_on_their_
 
 
 def test_many_rows_are_multiplied_with_a_copy_that_is_made_in_one_pass() -> None:
-    x, weight, scale, bias = case(int8.MOST_TILED + 1, 64, 40, BF16, biased=True)
-    passes = list[str]()
-
-    class Noted(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = op(*args, **(kwargs or {}))
-            passes.extend([op.__name__] * (isinstance(out, Tensor) and out.shape == weight.shape))
-            return out
-
-    with Noted():
+    x, weight, scale, bias = case(int8.MOST_TILED + 1, 64, 40, biased=True)
+    with Noting(lambda op, _: None if op.is_view else op.__name__) as passes:
         got = int8._int8_linear._init_fn(x, weight, scale, bias)
-    assert passes == ["empty_like.default", "mul.out"]
+    assert [name for name in passes.seen if name] == ["empty_like.default", "mul.out", "addmm.default"]
     assert got.equal(torch.nn.functional.linear(x, (weight * scale[:, None]).to(BF16), bias))
 
 
 @pytest.mark.parametrize("n_rows", few([1, 17, 63, planes.MOST_TILED + 1], [17, planes.MOST_TILED + 1]))
-def test_weights_in_planes_multiply_as_in_fp64_and_those_kept_whole(n_rows: int, monkeypatch: Any) -> None:
+def test_weights_in_planes_or_kept_whole_multiply_as_in_fp64(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planes, "triton_serves", lambda device: True)
     monkeypatch.setattr(triton_common, "architecture", lambda: 90)
-    x, integers, scale, bias = case(n_rows, 200, 40, BF16, biased=True)
+    x, integers, scale, bias = case(n_rows, 200, 40, biased=True)
+    assert bias is not None
     weight = (integers * scale[:, None]).to(BF16)
     weight[3, 5], weight[:, 9] = 2.0**-40, 0
     held = planes.split(weight)
     for lower, exact in ((held.lower, weight), (None, planes.reading(held))):
         got = planes._planes_linear._init_fn(x, held.upper, lower, *held[2:], bias)
         expected, most = x.double() @ exact.double().t() + bias.double(), x.double().abs() @ exact.double().abs().t()
-        assert ((got.double() - expected).abs() <= ROUNDED[BF16] * expected.abs() + SUMMED * most).all()
+        assert ((got.double() - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-20 * most).all()
         assert int8_triton.joined(held.upper, lower, held.scale).index_copy_(0, held.rows, held.whole).equal(exact)

@@ -1,0 +1,84 @@
+"""A model that transformers holds in memory -> a Transformer that shares what our fused layout allows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..llama import Transformer
+from ..rope import rope_frequencies
+from .checkpoint import Layout, config_of, name_table, stored_shapes, units_of
+
+FAMILIES = "LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+def config_of_loaded(theirs: Any) -> ModelConfig:
+    """The shape of a model of transformers; ValueError for a class, or a value in its config, that is not computed."""
+    kind, module = type(theirs).__name__, type(theirs).__module__
+    if kind not in FAMILIES or not module.startswith("transformers."):
+        said = f"a model must be transformers' {', '.join(FAMILIES)}, got {kind}"
+        raise ValueError(f"{said}: give what merge_and_unload() returns" if module.startswith("peft") else said)
+    raw, ends = theirs.config.to_dict(), getattr(theirs, "generation_config", None)
+    if raw.get("quantization_config") is not None:
+        raise ValueError(f"this {kind} is quantized by transformers: load it without, and let EngineConfig quantize it")
+    raw |= {"architectures": [kind]}
+    return config_of(raw, ends.to_dict() if ends else {}, f"this {kind}'s config", "its generation_config")
+
+
+def share_model(theirs: nn.Module, config: ModelConfig, *, copy: bool = False) -> Transformer:
+    """Our form of a transformers model, on its device and in its dtype; ValueError unless it has plain weights.
+
+    Embeddings, norms, o_proj, down_proj and lm_head are the same memory. Rows of gate_proj and up_proj take turns in
+    one matrix of ours, of which theirs become views; so do q_proj, k_proj and v_proj of a model with one kv head, of
+    others they are copied. transformers computes the same with such views, and cannot save them.
+    copy: share nothing, and leave theirs as it is.
+    """
+    held = dict(theirs.named_parameters())
+    _require_plain(held, config)
+    first = held["model.embed_tokens.weight"]
+    with torch.device("meta"):
+        model = Transformer(config)
+    for name, layout in name_table(config).items():
+        place, _, kind = name.rpartition(".")
+        parameter = nn.Parameter(_laid_out([held[stored] for stored, *_ in layout], layout, copy), requires_grad=False)
+        setattr(model.get_submodule(place), kind, parameter)
+    if config.tie_embeddings:
+        model.output.weight = model.embedding.weight
+    model.rope_freqs = rope_frequencies(config).to(first.device)
+    return model.eval()
+
+
+@torch.no_grad()
+def _laid_out(parts: list[nn.Parameter], layout: Layout, copy: bool) -> Tensor:
+    """Our tensor of these parameters, which unless it is a copy become views of it, where a matrix can be."""
+    if len(parts) == 1:
+        return parts[0].data.clone() if copy else parts[0].data
+    ours = torch.cat([part.data for part in parts])  # for its shape
+    for part, place in zip(parts, units_of(ours, layout), strict=True):
+        place.copy_(part.data.unflatten(0, place.shape[:2]))
+    for part, place in zip(parts, units_of(ours, layout), strict=True):
+        view = place.flatten(0, 1)  # or a copy
+        if view.untyped_storage().data_ptr() == ours.untyped_storage().data_ptr() and not copy:
+            part.data = view
+    return ours
+
+
+def _require_plain(held: dict[str, nn.Parameter], config: ModelConfig) -> None:
+    """ValueError unless these are the weights of such a model, in one dtype on one device."""
+    shapes = stored_shapes(config)
+    if other := sorted(shapes.keys() ^ held.keys()):
+        what = "lacks" if other[0] in shapes else "has"
+        raise ValueError(f"this model {what} the parameter {other[0]}: it was changed since its class made it")
+    first = held["model.embed_tokens.weight"]
+    for name, weight in held.items():
+        if type(weight.data) is not Tensor or weight.dtype not in DTYPES:
+            raise ValueError(f"{name} is quantized ({type(weight.data).__name__}, {weight.dtype}): load it plain")
+        if weight.is_meta or (weight.device, weight.dtype) != (first.device, first.dtype):
+            said = f"{name} is {weight.dtype} on {weight.device}, the embedding {first.dtype} on {first.device}"
+            raise ValueError(f"{said}: one dtype and one device hold all of a model")
+        if tuple(weight.shape) != shapes[name]:
+            raise ValueError(f"{name} has shape {list(weight.shape)}, the config says {list(shapes[name])}")
