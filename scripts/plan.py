@@ -24,7 +24,7 @@ from flags import given_beside, positive, sizes
 from gpt_fast_sd import DraftConfig, registry
 from gpt_fast_sd.config import KV_DTYPES, QUANTIZATIONS
 from gpt_fast_sd.loading import TORCH_DTYPES
-from gpt_fast_sd.policies.config import KV_BITS
+from gpt_fast_sd.policies.config import DRAFT_QUANTIZATIONS, KV_BITS
 from measuring import forecast
 from measuring.chips import CHIPS, GIB
 from measuring.forecast import ESTIMATES, Kept, System, budget_of, cell, default_policies, label
@@ -243,7 +243,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="bf16", choices=list(TORCH_DTYPES), help="of weights (default: bf16)")
     add("--kv-dtype", choices=KV_DTYPES, help="of the KV cache (default: as --dtype)")
     add("--quantize", choices=QUANTIZATIONS, help="of the layers' weights (default: none)")
-    add("--draft-quantize", choices=QUANTIZATIONS, help="of a copy that drafts, or of a draft model (default: none)")
+    add("--draft-quantize", choices=DRAFT_QUANTIZATIONS, help="of what drafts (default: none)")
     add("--draft-kv-bits", type=int, choices=KV_BITS, help="that drafts read of an int8 cache's numbers (default: all)")
     add(
         "--estimate", choices=list(ESTIMATES), help="what kernels reach: roofline, all of the rates; good, as "

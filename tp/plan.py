@@ -34,8 +34,8 @@ class Group:
         """Cut a whole model down, in place, to this rank's part; ValueError if it cannot be split into that many."""
         if self.mesh is not None:
             assert len(model.embedding.weight) == model.config.vocab_size, "the model is a part already"
-            if any(hasattr(weight, "is_packed") for weight in model.parameters()):  # packed rows are in another order
-                raise ValueError("an engine has packed this model's weights for its CPU: load it again to split it")
+            if any(hasattr(x, "is_packed") or name.endswith(".lower") for name, x in model.named_parameters()):
+                raise ValueError("an engine has packed this model's weights or split their bytes: load it again")
             check_split(model.config, self.size)
             repeat_kv_heads(model, kv_copies(model.config, self.size))
             self._cut(model)

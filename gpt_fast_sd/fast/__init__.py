@@ -25,6 +25,7 @@ from .cpu.linear import (
     kernels_are_built,
     pack,
     pack_int4,
+    pack_planes,
     packable,
     packed_linear,
     packed_rows,
@@ -32,6 +33,7 @@ from .cpu.linear import (
     packing_builds,
     unpack,
     unpack_int4,
+    unpack_planes,
 )
 from .cpu.prebuild import build_kernel, kernels_to_build, sets_of_this_kind
 from .cpu.round import (
@@ -104,6 +106,7 @@ __all__ = [
     "likeliest",
     "pack",
     "pack_int4",
+    "pack_planes",
     "packable",
     "packed_linear",
     "packed_rows",
@@ -127,5 +130,6 @@ __all__ = [
     "triton_serves",
     "unpack",
     "unpack_int4",
+    "unpack_planes",
     "vector_options",
 ]

@@ -26,6 +26,7 @@ from .cpu.round import cpu_round_serves
 from .cpu.sampling import LEAST_VOCABULARY
 from .cpu.sampling import available as distributions_build
 from .devices import traits_of
+from .linear_planes import PlanesLinear, UpperLinear
 from .marks import STANDS_FOR, edited, name_of, original
 from .ops.choice import triton_serves
 from .triton import stand_ins as triton
@@ -81,7 +82,15 @@ class FastBackend(Backend):
             self._announce({"feed-forward layers": edited(PackedFeedForward)}, "C++")
 
     def bodies(self, runner: Runner) -> Bodies:
-        """What runs in the places of the core's functions, after the weights were laid out.
+        """What runs in the places of the core's functions, after the weights were laid out."""
+        found = self._bodies(runner)
+        if any(type(module) in (PlanesLinear, UpperLinear) for module in runner.model.modules()):
+            who = "Triton, planes" if triton_serves(self.device) else "bf16 weights, joined from planes in each call"
+            found = replace(found, names=(*found.names, ("products", who)))
+        return found
+
+    def _bodies(self, runner: Runner) -> Bodies:
+        """All of them but products in planes.
 
         Triton's attention reads nothing past a row's last entry, so a cache that it alone reads is not cleared: zeroing
         the rest of a slot of 131,072 tokens, 17 GB of an 8 B model, takes as long as a short prompt.

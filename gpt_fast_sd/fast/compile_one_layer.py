@@ -13,6 +13,7 @@ Shapes: L layers.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ class LayeredModel:
 
     def is_of(self, model: Transformer) -> bool:
         """Whether this still describes the model: its weights may have been replaced."""
-        return self.model is model and next(model.layers[0].parameters()) is self.own[0][0]
+        return self.model is model and all(map(operator.is_, model.layers[0].parameters(), self.own[0]))
 
     def split(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Layer]]:
         """A step's arguments -> those of the same step over one layer, and each layer's own tensors.

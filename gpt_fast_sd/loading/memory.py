@@ -201,6 +201,10 @@ def _copied(system: System) -> int:
     if name is None:
         return 0
     layers = precision(name, device, of_draft=True)
+    if layers.shares:  # scales of all of the target's outputs, however many layers draft
+        model, tied = system.model, system.model.tie_embeddings
+        n_outputs = 0 if tied else -(-model.vocab_size // system.ranks)
+        return layers.per_row * n_outputs + bytes_of_layers(model, system.ranks, lambda o, _: layers.per_row * o)
     head = precision(layers.head, device)
     for step, ranks in system.draft_steps():
         shape = step.model
@@ -234,7 +238,7 @@ def _launches(system: System) -> int:
     steps = steps_held(system.config.max_seq_len, system.draft, system.model.group_size)
     views = registry.policy_class(system.draft.policy).views(system.draft)
     weights = {system.config.quantize, system.draft.quantize}
-    copies = "int8" in weights and system.config.batch_size * (1 + system.draft.max_gamma) > MOST_TILED
+    copies = bool(weights & {"int8", "planes"}) and system.config.batch_size * (1 + system.draft.max_gamma) > MOST_TILED
     others = [*(weights & {"float8"}), *(["ranks"] * (system.ranks > 1)), *(["copies"] * copies)]
     more = sum(MORE_NODES.get(str(name), 0) for name in {system.format.name, *views, *others})
     return steps * ((LAYER_NODES + more) * layers + STEP_NODES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import torch
@@ -37,6 +38,8 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, form: Cach
     options, stand_ins = inductor_options(config, device) if compiled else None, config.bodies == "fast"
     runner = Runner(model, cache, group, FastBackend(device, options, stand_ins))
     runner.backend.pack(runner)
+    of, caches = getattr(model, "run_with", (0, ()))  # of this model, and of no copy
+    model.run_with = id(model), (*(caches if of == id(model) else ()), weakref.ref(cache))  # type: ignore[assignment]
     if compiled and device.type == "cpu" and stand_ins:
         begin_building_for(model.config, dtype, form, compiles=not runner.bodies.fused)
     return runner

@@ -176,6 +176,9 @@ def _widened_head(system: System) -> int:
     if draft.quantize is None:
         return 0
     head = precision(precision(draft.quantize, system.device, of_draft=True).head, system.device)
+    if head.shares:  # the target's own, too, which scores many tokens
+        model = system.model
+        return 0 if model.tie_embeddings else head.widened * -(-model.vocab_size // system.ranks) * model.dim
     many = [(step.model, ranks) for step, ranks in system.draft_steps() if b * step.n_tokens > MOST_TILED]
     return head.widened * max((-(-model.vocab_size // ranks) * model.dim for model, ranks in many), default=0)
 

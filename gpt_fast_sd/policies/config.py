@@ -9,6 +9,7 @@ from pathlib import Path
 from ..config import MAX_GAMMA, PAGES, QUANTIZATIONS, check_allowed, countable, flag_field
 from . import registry
 
+DRAFT_QUANTIZATIONS = (*QUANTIZATIONS, "planes")
 KV_BITS = (4,)  # of an int8 cache that a draft may read
 CHEAP = ("lookup", "standalone")  # who may draft for a hierarchy's middle level
 GAMMA_TIERS = (0, 1, 2, 3, 4, 6, 8)  # what gamma="auto" chooses from; 0 is plain decoding
@@ -43,7 +44,7 @@ class DraftConfig:
     the row's own text, "hierarchy" lets `cheap` draft for the target with a sparse view of its cache, which drafts for
     the target.
     quantize: a copy of the drafting model drafts, with weights of that precision in its layers and head; it shares all
-    else, and the target's weights are not touched.
+    else, and the target's weights are not touched. "planes": no copy, but the upper byte of the target's own weights.
     kv_bits 4: drafts read the upper four bits of the target's int8 cache, and its last 64 tokens whole; "quantized"
     reads so of all tokens.
     n_sink: Xiao et al. 2023, arXiv 2309.17453, use 4. draft_tp: a divisor of the number of processes that hold the
@@ -72,8 +73,8 @@ class DraftConfig:
     page: int = flag_field(16, "entries that are selected together", allowed=PAGES)
     quantize: str | None = flag_field(
         None,
-        "weights of a copy that drafts; float8 on CUDA alone",
-        allowed=QUANTIZATIONS,
+        "weights of a copy that drafts, float8 on CUDA alone; planes: half of each of the target's own",
+        allowed=DRAFT_QUANTIZATIONS,
         unset="no copy",
         flag="draft_quantize",
     )
@@ -119,6 +120,8 @@ class DraftConfig:
             )
         if self.quantize is not None and "quantize" not in registry.policy_class(self.policy).flags:
             raise ValueError(f"quantize {self.quantize!r} is for a model that drafts: policy {self.policy!r} has none")
+        if self.quantize == "planes" and needs_model:
+            raise ValueError("quantize 'planes' is of a target's own weights, and a draft_model has others: use 'int8'")
         if self.kv_bits is not None and "kv_bits" not in registry.policy_class(self.policy).flags:
             raise ValueError(
                 f"kv_bits {self.kv_bits} is for drafts from the target's own cache, which policy {self.policy!r} does "

@@ -8,17 +8,20 @@ Shapes: D model width, N query heads, K kv heads, G = N // K, H head dim, O x I 
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd.model import Block, FeedForward, RMSNorm, Transformer
+from gpt_fast_sd.model import Block, FeedForward, HugePageArena, RMSNorm, Transformer
 
-from ..fast.cpu.packing import FEW_ROWS, PackedFeedForward, PackedLinear
+from ..fast.cpu.packing import FEW_ROWS, PackedFeedForward, PackedLinear, PackedPlanesLinear
 from ..fast.linear_float8 import float8_from
+from ..fast.linear_planes import PlanesLinear, keep_whole, lay_in_planes
+from ..fast.ops.planes import fits_planes
 from ..steps import Runner
-from .table import by_output, precision, precision_of, require_precision
+from .table import by_output, plain_weight, precision, precision_of, require_precision
 
 TAIL = 64  # tokens that a draft reads whole where it reads the upper plane of others
 LEAST_EVENED = 2.0**-6  # size of keys below which none is made: scales of int8 keys are fp16
@@ -98,6 +101,56 @@ def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1, on_plan
     other = replace(runner, model=draft_copy(runner.model, name))
     runner.backend.pack(other, few_rows=tokens is not None and tokens * runner.shape[1] <= FEW_ROWS)
     return other
+
+
+@torch.no_grad()
+def put_in_planes(target: Runner) -> None:
+    """Let the weights of a target's layers lie in planes, in place and for good; its products are what they were.
+
+    So does its output head, unless that is the embedding, too, whose rows are looked up. A packed weight stays as it is
+    if a row would have to be kept whole. ValueError, and nothing is changed, while another engine runs the model: its
+    captured rounds know where weights lie.
+    """
+    model = target.model
+    linears = {place: m for place, m in model.named_modules() if isinstance(m, nn.Linear) and not is_tied(model, m)}
+    if getattr(model, "lies_in_planes", None) == id(model):  # a mark of this model, and of no copy
+        return
+    if runs_elsewhere(target):
+        raise ValueError(
+            "quantize 'planes' of a draft lays a model's weights out anew, and another engine runs this one's as they "
+            "are: load the model again"
+        )
+    arena = HugePageArena()
+    for linear in linears.values():
+        if isinstance(linear, PlanesLinear):
+            continue
+        weight = plain_weight(linear, "planes")
+        if not isinstance(linear, PackedLinear):
+            lay_in_planes(linear, weight)
+        elif fits_planes(weight):
+            lay_in_planes(linear, weight, PackedPlanesLinear)
+            assert isinstance(linear, PlanesLinear)
+            for part in (linear.weight, linear.lower):
+                part.data = arena.keep(part.data)
+            linear.weight.is_packed = PackedPlanesLinear
+    for kind in {place.rpartition(".")[2] for place in linears}:
+        alike = [m for place, m in linears.items() if place.endswith(kind) and type(m) is PlanesLinear]
+        for linear in alike:
+            keep_whole(linear, max(len(m.rows) for m in alike))
+    model.lies_in_planes = id(model)  # type: ignore[assignment]
+    vars(target).pop("bodies", None)  # those that read the weights as they were
+
+
+def is_tied(model: Transformer, linear: nn.Module) -> bool:
+    """Whether a layer's weight is the model's embedding, too."""
+    return linear.weight is model.embedding.weight
+
+
+def runs_elsewhere(target: Runner) -> bool:
+    """Whether another engine's target has this model, too."""
+    gc.collect()  # an engine refers to itself
+    of, caches = getattr(target.model, "run_with", (0, ()))
+    return of == id(target.model) and any(cache() not in (None, target.cache) for cache in caches)
 
 
 def draft_copy(model: Transformer, name: str) -> Transformer:

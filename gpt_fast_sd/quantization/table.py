@@ -26,6 +26,7 @@ from ..fast.cpu.packing import PackedLinear
 from ..fast.linear_float8 import FLOAT8, Float8Linear, product
 from ..fast.linear_int4 import Int4Linear, int4_from
 from ..fast.linear_int8 import Int8Linear
+from ..fast.linear_planes import PlanesLinear, UpperLinear, upper_of
 
 FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
 GROUP = 128  # inputs that share a scale in int4
@@ -44,6 +45,7 @@ class Precision:
     quantized at a time. evens: whether an output can be scaled afterwards, see `equalize_keys`. inputs, outputs: what
     must divide them. padded: the multiple to which inputs are padded. capability: the least compute capability.
     only_bf16: whether weights of other dtypes are refused. cublas: whether CUDA 12.9 is refused and a product tried.
+    shares: whether it is a part of a target's own weights, which are laid out for it: only per_row is then added.
     """
 
     of: Callable[[nn.Linear], nn.Linear]
@@ -59,6 +61,7 @@ class Precision:
     capability: tuple[int, int] | None = None
     only_bf16: bool = False
     cublas: bool = False
+    shares: bool = False
 
     def bytes_of(self, rows: int, columns: int) -> int:
         """Bytes of a weight [rows, columns] as it is kept."""
@@ -104,6 +107,8 @@ def int4_of(linear: nn.Linear) -> nn.Linear:
     return linear if precision_of(linear) == "int4" else _by_torchao(linear, "int4", config)
 
 
+# beside: of the numbers that are split at a time, which are fewer than those rows
+PLANES = Precision(of=upper_of, head="planes", widened=2, only_bf16=True, shares=True)
 TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
     "int8": {"cpu": Precision(of=int8_of), "cuda": Precision(of=int8_of, widened=2)},
     "int4": {
@@ -119,6 +124,7 @@ TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
             cublas=True,
         ),
     },
+    "planes": {"cpu": PLANES, "cuda": PLANES},  # of drafts alone
 }  # fmt: skip
 
 
@@ -127,7 +133,7 @@ def precision(name: str, device: torch.device, *, of_draft: bool = False) -> Pre
     found = TABLE[name].get(device.type)
     if found is None:
         kinds = " or ".join(repr(kind) for kind in TABLE[name])
-        others = [repr(other) for other, runs in TABLE.items() if device.type in runs]
+        others = [repr(other) for other, runs in TABLE.items() if device.type in runs and other != "planes"]
         advice = f": use {' or '.join(others)}" if others else ""
         raise ValueError(f"{_said(name, of_draft)} runs on device {kinds}, and the model is on {device.type!r}{advice}")
     return found
@@ -200,9 +206,8 @@ def require_sizes(
 def require_copy(name: str, target: str | None) -> None:
     """ValueError where no copy with weights of this precision is made of a target with weights of another one."""
     if target not in (None, name):
-        raise ValueError(
-            f"{_said(name, True)} needs a target with plain weights, or of that precision, and this one's are {target}"
-        )
+        or_so = "" if name == "planes" else "or of that precision, "
+        raise ValueError(f"{_said(name, True)} needs a target with plain weights, {or_so}and this one's are {target}")
 
 
 def matrices_of(shape: ModelConfig, ranks: int) -> dict[str, tuple[int, int]]:
@@ -222,7 +227,7 @@ def matrices_of(shape: ModelConfig, ranks: int) -> dict[str, tuple[int, int]]:
 
 def precision_of(linear: nn.Linear) -> str | None:
     """The name of the precision of its weight, or of a kind of tensor that is none of ours; None: not quantized."""
-    for name, kind in (("float8", Float8Linear), ("int8", Int8Linear), ("int4", Int4Linear)):
+    for name, kind in (("float8", Float8Linear), ("int8", Int8Linear), ("int4", Int4Linear), ("planes", UpperLinear)):
         if isinstance(linear, kind):
             return name
     held = type(linear.weight.data)
@@ -240,13 +245,15 @@ def by_output(linear: nn.Linear) -> tuple[Tensor, Tensor] | None:
     if type(linear) is Int4Linear:
         alone = linear.held._replace(power=torch.ones_like(linear.scale))
         return dequantize_blocks(alone, torch.float32), linear.scale.data[:, None]
-    return None if name or isinstance(linear, PackedLinear) else (weight, weight)
+    return None if name or isinstance(linear, PackedLinear | PlanesLinear) else (weight, weight)
 
 
 def plain_weight(linear: nn.Linear, name: str) -> Tensor:
     """The weight [O, I] from which another precision is made; ValueError for one that is quantized already."""
     if isinstance(linear, PackedLinear):
         return unpack(linear.weight.detach())
+    if isinstance(linear, PlanesLinear):
+        return linear.joined()
     if precision_of(linear):
         raise ValueError(f"quantize {name!r} needs a model with plain weights, and this one's are quantized already")
     return linear.weight.detach()

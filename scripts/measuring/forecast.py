@@ -170,7 +170,7 @@ class System:
             raise ValueError(f"quantize {quantize!r} needs bf16 weights, not {self.dtype}: use dtype 'bf16'")
         require_sizes(quantize, device, shape, n, of_draft=of_draft)
         weight = bytes_of_layers(shape, n, entry.bytes_of) / bytes_of_layers(shape, n, lambda o, i: o * i)
-        if of_draft:
+        if of_draft and not (entry.shares and model.tie_embeddings):  # such a head stays what it is
             rows = -(-model.vocab_size // n)
             own = precision(entry.head, device).bytes_of(rows, model.dim) / (rows * model.dim)
         return replace(found, weight_bytes=weight, head_bytes=own)
@@ -195,7 +195,8 @@ class System:
         """Rounds of gamma drafts, including the cost of their selection; gamma 0 is plain decoding."""
         loading.check_planes(EngineConfig(kv_dtype=self.kv_dtype), draft, self.model)
         device, policy = torch.device(self.device), registry.policy_class(draft.policy)
-        under = self.conditions(efficiency)
+        read_by = "planes" if draft.quantize == "planes" else self.quantize  # a target reads both
+        under = replace(self.conditions(efficiency), precision=read_by)
         theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0

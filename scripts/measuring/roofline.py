@@ -69,7 +69,7 @@ PRACTICAL = Efficiency(
 # - dense attention of one query reads 4.57 TB/s in its splits; of 6 and 9 6 and 7 % longer, with mass 9 more;
 # - 423 to 457 kernels of a step take 0.5 to 0.9 ms beside products and the bytes of attention;
 # - judging takes 0.08 ms, selecting for 32 layers 0.27.
-MEASURED = {"int8": 0.51, "float8": 0.72, "int4": 0.6}
+MEASURED = {"int8": 0.51, "float8": 0.72, "int4": 0.6, "planes": 0.51}  # planes, not timed, are read by int8's kernel
 EXPECTED = Efficiency(
     linear_bandwidth=0.78, linear_peak=0.60, attention_bandwidth=0.95, attention_peak=0.45, kernel_seconds=1e-6,
     layer_seconds=10e-6, judge_seconds=0.35e-3, split=2048, mass_cost=3.5, overlap=2.0, narrow=MEASURED,
@@ -184,7 +184,7 @@ def step_seconds(
     mass_page: keys of a page whose attention mass is summed, too, or 0. attention: see kernels.
     """
     e, size = under.efficiency, (config, batch, n_tokens, context)
-    if under.precision == "int8" and batch * n_tokens > e.most_tiled:  # copies are written, and read by a library
+    if under.precision in ("int8", "planes") and batch * n_tokens > e.most_tiled:  # copies, which a library reads
         under = replace(under, precision=None, weight_bytes=under.weight_bytes + 4, more_kernels=under.more_kernels + 4)
     cost = step_cost(*size, under)
     handed_on = (merged_bytes(*size, e.split) + e.mass_cost * mass_bytes(*size, mass_page)) / under.tp if e.split else 0

@@ -22,6 +22,7 @@ from gpt_fast_sd.fast.choose import FastBackend
 from gpt_fast_sd.fast.cpu.packing import PackedInt8Linear, PackedLinear, SummedInt4Linear
 from gpt_fast_sd.fast.linear_int4 import Int4Linear
 from gpt_fast_sd.fast.linear_int8 import Int8Linear
+from gpt_fast_sd.fast.linear_planes import PlanesLinear
 from gpt_fast_sd.fast.ops import int4 as ops_int4
 from gpt_fast_sd.fast.ops import int8 as ops_int8
 from gpt_fast_sd.loading import MemoryPlan, System, fit, plan_for, workspace
@@ -516,6 +517,44 @@ def test_another_draft_may_be_quantized_or_not() -> None:
         assert spoken(one) == expected and is_untouched(one.model, before)
 
 
+# ---- planes: half of the target's own weights --------------------------------------------------------------------
+
+
+def shares(one: Engine) -> bool:
+    own = {p.data_ptr() for p in one.model.parameters()}
+    return all(p.data_ptr() in own for runner in drafters(one) for p in runner.model.parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_target_in_planes_says_what_it_said_and_what_drafts_from_them_owns_nothing(tied: bool) -> None:
+    """Once there they stay there, whatever drafts next, and are saved as the weights that they are."""
+    one = tiny_engine(model=packable(tie_embeddings=tied), compile=not tied)
+    expected, first, size = spoken(one), one.target.bodies, bytes_held(one.model)
+    scales = 4 * sum(len(m.weight) for m in linears_of(one.model if not tied else one.model.layers))
+    before = {name: value.clone() for name, value in one.model.state_dict().items()}
+    for wanted in ("int8", "planes", "int4", "planes", None):
+        one.redraft(draft_of("full", gamma=3, quantize=wanted))
+        assert spoken(one) == expected and shares(one) == (wanted in ("planes", None))
+        who, joins = one.target.bodies.names, ("products", "bf16 weights, joined from planes in each call")
+        assert who == (*first.names, *[joins] * (PlanesLinear in map(type, one.model.modules())))
+        assert wanted != "planes" or (one._plan.draft_weights == scales and one.stats.acceptance_rate < 1.0)
+    assert bytes_held(one.model) == size + scales and one.target.bodies is not first
+    for n in (1, 2):
+        assert all(one.model.state_dict()[name].equal(n * value) for name, value in before.items())
+        one.model.load_state_dict({name: 2 * value for name, value in before.items()})
+
+
+@pytest.mark.parametrize("name", few([n for n in DRAFTED if not draft_of(n).draft_model], ["early_exit", "hierarchy"]))
+def test_drafts_from_planes_change_no_token_though_a_row_is_kept_whole(name: str) -> None:
+    model = packable()
+    with torch.no_grad():
+        model.layers[1].feed_forward.w_out.weight[3, 5] = 2.0**-60  # type: ignore[union-attr]
+    expected = spoken(tiny_engine(model=copy.deepcopy(model)))
+    for _ in range(2):  # engines share it
+        one = tiny_engine(draft_of(name, gamma=3, quantize="planes"), model=model)
+        assert spoken(one) == expected and one.stats.drafted > 0 and shares(one)
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 BY_32 = "needs inputs that 32 divides, and w_out has 48 and 32$"
@@ -528,6 +567,9 @@ REFUSED: list[tuple[Any, tuple[str | None, ...], str | None, str | None, str]] =
     # once a second engine quantized them in place, and the first one's target was another from then on
     (packable, (None,), "int8", None, "runs this model's weights as they are: pass no quantize, or load the"),
     (packable, (), "int8", "float8", "quantize 'float8' of a draft runs on device 'cuda'"),
+    (tiny, (), None, "planes", "'planes' of a draft needs bf16 weights, and the model's are float32: use dtype 'bf16'"),
+    (packable, ("int8",), "int8", "planes", "needs a target with plain weights, .* this one's are int8"),
+    (packable, (None,), None, "planes", "and another engine runs this one's as they are: load the model again"),
     (packable, (), "int8", "int4", "'int4' of a draft needs a target with plain weights, .* this one's are int8"),
 ]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Linear
 
 from gpt_fast_sd import fast as kernels
+from gpt_fast_sd.fast.linear_planes import lay_in_planes
 from gpt_fast_sd.quantization.table import TABLE, precision, precision_of, require_precision
 from tests.gpt_fast_sd.fast.dense import BF16, DTYPES
 from tests.gpu.place import HAS_CUDA, Place, difference
@@ -22,8 +23,9 @@ pytestmark = pytest.mark.usefixtures("bodies")
 SIZES = ((4096, 4096), (1024, 14336), (2048, 1024)) if HAS_CUDA else ((64, 128),)  # [O, I]
 ROWS = (1, 5, 16, 17, 64, 100, 256, 300) if HAS_CUDA else (1, 5, 40)
 # of the weights that a precision stands for; of float8 the rows are rounded to it, too
-ROUNDED = {"int8": TOLERANCE[BF16], "int4": TOLERANCE[BF16], "float8": 0.05}
-WEIGHTS = {"int8": 0.012, "int4": 0.15, "float8": 0.035}  # how far weights are from those that they were made from
+ROUNDED = {"int8": TOLERANCE[BF16], "int4": TOLERANCE[BF16], "planes": TOLERANCE[BF16], "float8": 0.05}
+# how far weights are from those that they were made from
+WEIGHTS = {"int8": 0.012, "int4": 0.15, "planes": 0.035, "float8": 0.035}
 
 
 def case(place: Place, n_rows: int, n_in: int, n_out: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,6 +73,10 @@ def test_what_the_device_runs_multiplies_as_its_weights_do_in_fp64(place: Place,
         x, weight, _ = case(place, 5, n_in, n_out, BF16)
         plain = Linear(n_in, n_out, bias=False, device="meta")
         plain.weight = torch.nn.Parameter(weight, requires_grad=False)
+        if name == "planes":  # of which both are the weight
+            lay_in_planes(plain, weight)
+            for rows in (x, x.repeat(60, 1)):
+                assert difference(plain(rows), rows.double() @ weight.double().t()) <= ROUNDED[name]
         linear = precision(name, place.device).of(plain)
         assert precision_of(linear) == name
         with torch.inference_mode():

@@ -22,6 +22,8 @@ from .packing import (
     PackedInt4Linear,
     PackedInt8Linear,
     PackedLinear,
+    PackedPlanesLinear,
+    PackedUpperLinear,
     SummedInt4Linear,
     all_packed,
 )
@@ -117,6 +119,9 @@ def _weights_of(layer: nn.Module) -> LayerWeights:
 
 
 def _product_of(linear: nn.Module) -> Product:
+    if isinstance(linear, PackedPlanesLinear | PackedUpperLinear):
+        lower = linear.lower if isinstance(linear, PackedPlanesLinear) else None
+        return Product(linear.weight, linear.bias, linear.scale, lower)
     assert isinstance(linear, (PackedLinear, PackedInt8Linear, PackedInt4Linear))
     if isinstance(linear, PackedLinear):
         return Product(linear.weight, linear.bias)

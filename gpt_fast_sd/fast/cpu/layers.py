@@ -206,7 +206,8 @@ class Stack:
                     multiply = products.kernel_for(product.packed.dtype == torch.int8 or product.by_sums)
                     n_out, n_in = products.sizes_of(*product)
                     address = ctypes.cast(multiply, _POINTER).value or 0
-                    table += [address, packed, blocks, scale, bias, n_in, n_out, product.by_sums]
+                    way = products.IN_PLANES if products.in_planes(product.packed, product.blocks) else product.by_sums
+                    table += [address, packed, blocks, scale, bias, n_in, n_out, way]
             assert len(table) == len(self.layers) * _WORDS_OF_A_LAYER
             self._addresses, self._table = held, (_WORD * len(table))(*table)
         return self._table

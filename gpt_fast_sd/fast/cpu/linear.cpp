@@ -19,7 +19,6 @@ constexpr int64_t ROWS = 48; // that are multiplied with all weights before the 
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12; // vectors of sums that fit the registers
 constexpr int AHEAD = 8192; // bytes, for prefetches
 constexpr int OF_FOUR = HAS_DOT4 ? 1 : 2; // words that hold four integer inputs
-typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
 
 static inline F silu(F x) { // NaN and the infinities as they are elsewhere
     const F root = exp2_clamped(x * -.72134752f);
@@ -33,8 +32,8 @@ static inline F round_to_bf16(F x) {
 // The operands, and rows of x as they are multiplied.
 struct Product {
     const bf16* x;
-    const char *w, *blocks; // blocks: of int4, fp16 scales and minima
-    const float* scale; // int8 and int4: [O]
+    const char *w, *blocks; // blocks: of int4, fp16 scales and minima; of planes, the lower one
+    const float* scale; // int8, int4 and planes: [O]
     const bf16* bias; // null or [O]
     bf16* y; // [M, O], gated [M, O / 2]
     int64_t M, I, O, x_row;
@@ -44,6 +43,7 @@ struct Product {
     int32_t* quantized;
     float* x_scale; // [M]
     float* totals; // by sums: [M, I / 32]
+    bool planes; // bf16 weights lie so
 
     int64_t plane() const { return I / 4 * OF_FOUR; } // words
     Product rows(int64_t m, int64_t n) const {
@@ -317,6 +317,12 @@ template <Kind K> static void multiply_block(const Product& p, int64_t o, int64_
     alignas(64) float sums[ROWS][2 * HALF];
     auto at = [&](int64_t m, int half) { return sums[m] + HALF * half; };
     if constexpr (K == Kind::BF16) {
+        static thread_local std::vector<char> joined;
+        if (p.planes) { // of a block of outputs, which stays in L2
+            joined.resize(bytes);
+            join_planes(p.w + o * I, p.blocks ? p.blocks + o * I : nullptr, p.scale + o, I / 32, joined.data());
+            w = joined.data(), following = nullptr;
+        }
         int64_t number = 0;
         if (M > 2 * FLAT)
             for_row_blocks<TALL>(0, M, [&](auto n, int64_t m) {
@@ -388,8 +394,9 @@ template <Kind K> static void multiply_all(Product p, int threads) {
 extern "C" void linear(const bf16* x, const void* w, const void* blocks, const float* scale, const bf16* bias, bf16* y,
                        int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int by_sums, int threads) {
     const auto int4 = by_sums ? multiply_all<Kind::SUMS> : multiply_all<Kind::INT4>;
-    const auto multiply = blocks ? int4 : scale ? multiply_all<Kind::INT8> : multiply_all<Kind::BF16>;
+    const bool planes = by_sums == IN_PLANES, whole = scale && !planes;
+    const auto multiply = !whole ? multiply_all<Kind::BF16> : blocks ? int4 : multiply_all<Kind::INT8>;
     const char *weights = (const char*)w, *of_blocks = (const char*)blocks;
-    multiply({x, weights, of_blocks, scale, bias, y, M, I, O, x_row, gated != 0, nullptr, nullptr, nullptr, nullptr},
-             threads);
+    multiply({x, weights, of_blocks, scale, bias, y, M, I, O, x_row, gated != 0, nullptr, nullptr, nullptr, nullptr,
+              planes}, threads);
 }

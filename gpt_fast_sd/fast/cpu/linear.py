@@ -29,6 +29,7 @@ SOURCE, ANY = (Path(__file__).with_name(name) for name in ("linear_avx512.cpp", 
 LAYERS = Path(__file__).with_name("layers.cpp")  # see layers.py
 BF16, INT8, INT4 = torch.bfloat16, torch.int8, torch.uint8  # of what is packed; a byte holds two of int4
 LANES, LINE = 32, 64  # outputs of a block, and bytes of inputs: a packed weight is whole blocks
+IN_PLANES = 2  # of simd.hpp
 
 _library = torch.library.Library("gpt_fast_sd", "FRAGMENT")
 _INT4 = "Tensor? scale=None, Tensor? blocks=None, bool by_sums=False"
@@ -103,7 +104,8 @@ def packed_linear(
 
     With a scale, fp32 [O], packed is int8, and the result is that of `int8_linear`, bit for bit. With blocks, too, the
     three are an Int4, packed, and the result is that of the packed bf16 weight that they stand for, bit for bit; by
-    sums, and packed so, it is that of `int4_by_sums`.
+    sums, and packed so, it is that of `int4_by_sums`. Of planes, see pack_planes, packed is the upper one and blocks
+    the lower one, or None for what a draft reads: the result is that of the packed bf16 weight, bit for bit.
     """
     out: Tensor = torch.ops.gpt_fast_sd.cpu_linear(x, packed, bias, scale, blocks, by_sums)
     return out
@@ -135,6 +137,25 @@ def pack(weight: Tensor, keep: Callable[[Tensor], Tensor] = Tensor.contiguous) -
     """
     words = weight.contiguous().view(torch.int32).view(len(weight) // LANES, 2, 16, -1, 16)
     return keep(words.permute(0, 3, 1, 4, 2)).contiguous().view(weight.dtype).view(weight.shape)
+
+
+def pack_planes(upper: Tensor, lower: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack both planes [O, I] in the same shapes: [O / 32, I / 32, 2, 8, 16, 4], two words of `pack`'s bf16 in each.
+
+    Of the upper plane the first word's two bytes lie above those of the second, of the lower one below.
+    """
+    both = (plane.view(len(plane) // LANES, 2, 16, -1, 8, 2, 2) for plane in (upper, lower))  # ..., words, inputs
+    ordered = [plane.permute(0, 3, 1, 4, 2, 6, 5) for plane in both]
+    packed = ordered[0].flip(-1).reshape(upper.shape), ordered[1].reshape(lower.shape)
+    return packed[0].contiguous(), packed[1].contiguous()
+
+
+def unpack_planes(upper: Tensor, lower: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `pack_planes`."""
+    both = [plane.view(len(plane) // LANES, -1, 2, 8, 16, 2, 2) for plane in (upper, lower)]
+    ordered = (plane.permute(0, 2, 4, 1, 3, 6, 5) for plane in (both[0].flip(-1), both[1]))
+    first, second = (plane.reshape(upper.shape) for plane in ordered)
+    return first, second
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -179,7 +200,8 @@ def sizes_of(
     packed: Tensor, bias: Tensor | None, scale: Tensor | None, blocks: Tensor | None, by_sums: bool
 ) -> tuple[int, int]:
     """Outputs and inputs of a packed weight, see packed_linear; TypeError or ValueError for what no kernel takes."""
-    kind = BF16 if scale is None else INT8 if blocks is None else INT4
+    planes = in_planes(packed, blocks)
+    kind = BF16 if scale is None else INT4 if planes or blocks is not None else INT8
     if packed.dtype is not kind or not packed.is_contiguous():
         raise TypeError(f"packed weights are contiguous {kind}, got {packed.dtype}")
     if scale is not None and (scale.dtype is not torch.float32 or scale.shape != packed.shape[:1]):
@@ -187,13 +209,22 @@ def sizes_of(
     n_out, n_in = packed.shape
     if bias is not None and (bias.dtype is not BF16 or bias.shape != (n_out,)):
         raise TypeError(f"packed weights have a bf16 bias for each output, got {bias.dtype} {tuple(bias.shape)}")
-    if blocks is not None:
+    if planes:
+        whole = blocks is None or (blocks.shape == packed.shape and blocks.is_contiguous())
+        if scale is None or not whole or n_in % LANES:
+            raise TypeError(f"planes have one shape, a scale and multiples of {LANES}, got {tuple(packed.shape)}")
+    elif blocks is not None:
         n_in *= 2
         if blocks.dtype is not torch.float16 or blocks.shape != (n_out, n_in // BLOCK, 2) or not blocks.is_contiguous():
             raise TypeError(f"packed int4 weights have fp16 blocks, got {blocks.dtype} {tuple(blocks.shape)}")
         if by_sums and n_in % 64:
             raise ValueError(f"int4 products by sums need inputs that 64 divides, got {n_in}")
     return n_out, n_in
+
+
+def in_planes(packed: Tensor, blocks: Tensor | None) -> bool:
+    """Whether a packed weight, with blocks as packed_linear takes them, is the upper plane of a bf16 one."""
+    return packed.dtype is INT4 and (blocks is None or blocks.dtype is INT4)
 
 
 @functools.cache
@@ -230,7 +261,8 @@ def product(
     kernel_for(packed.dtype is INT8 or by_sums)(
         rows.data_ptr(), packed.data_ptr(), None if blocks is None else blocks.data_ptr(),
         None if scale is None else scale.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
-        rows.numel() // n_in, n_in, n_out, apart, gated, by_sums, torch.get_num_threads(),
+        rows.numel() // n_in, n_in, n_out, apart, gated, IN_PLANES if in_planes(packed, blocks) else by_sums,
+        torch.get_num_threads(),
     )  # fmt: skip
     return out
 

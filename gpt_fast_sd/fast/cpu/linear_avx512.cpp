@@ -38,7 +38,7 @@ static inline __m512 widen(const bf16* x) {
 }
 
 // 128 times the integer sums of the upper plane plus those of the lower one.
-static inline __m512 join_planes(const float* sums) {
+static inline __m512 join_sums(const float* sums) {
     const __m512 upper = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums));
     const __m512 lower = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums + 16 * 32));
     return _mm512_fmadd_ps(upper, _mm512_set1_ps(128.f), lower);
@@ -94,7 +94,7 @@ struct Product {
                 a = _mm512_mul_ps(a, _mm512_loadu_ps(w_scale + o));
                 b = _mm512_mul_ps(b, _mm512_loadu_ps(w_scale + o + 16));
             }
-            if (K == Kind::INT8) a = join_planes(sums + 32 * r), b = join_planes(sums + 32 * r + 16);
+            if (K == Kind::INT8) a = join_sums(sums + 32 * r), b = join_sums(sums + 32 * r + 16);
             if (K == Kind::INT8 || K == Kind::SUMS) {
                 const __m512 scale = _mm512_set1_ps(x_scale[m + r]);
                 a = _mm512_mul_ps(a, _mm512_mul_ps(scale, _mm512_loadu_ps(w_scale + o)));
@@ -378,7 +378,7 @@ static char* buffer_of(std::vector<char>& kept, int64_t bytes) {
 
 template <Kind K>
 static void multiply_all(const bf16* x, const char* w, const char* blocks, const float* scale, const bf16* bias,
-                         bf16* y, int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int threads) {
+                         bf16* y, int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int threads, bool planes) {
     constexpr bool QUANTIZED = K == Kind::INT8 || K == Kind::SUMS; // x
     static thread_local std::vector<char> of_x, of_w;
     const int64_t apart = K == Kind::BF16 ? in_place(x, M, x_row) : 0, rows = (M - apart + 15) / 16; // rows: by 16
@@ -409,7 +409,8 @@ static void multiply_all(const bf16* x, const char* w, const char* blocks, const
 #pragma omp parallel num_threads(threads)
     {
         alignas(64) float sums[32 * 32];
-        char* expanded = K == Kind::INT4 ? buffer_of(of_w, 2 * TILE * (once ? 4 : n)) : nullptr;
+        const int64_t kept = K == Kind::INT4 ? 2 * TILE * (once ? 4 : n) : planes ? 2 * TILE * n : 0; // bytes
+        char* expanded = kept ? buffer_of(of_w, kept) : nullptr;
         if (in_parallel) {
 #pragma omp for
             for (int64_t b = 0; b < rows; b++) pack(b);
@@ -419,9 +420,15 @@ static void multiply_all(const bf16* x, const char* w, const char* blocks, const
 #pragma omp for schedule(static) nowait
         for (int64_t o = 0; o < O; o += 32) {
             const Expanded int4{w + o / 16 * n * NIBBLES, blocks + o / 16 * n * LINE, expanded, once ? 3 : -1};
+            Product own = p;
+            if (K == Kind::BF16 && planes) {
+                join_planes(w + o * I, blocks ? blocks + o * I : nullptr, scale + o, n, expanded);
+                asm volatile("" ::: "memory"); // the compiler does not see that tiles are loaded
+                own.w = expanded - o * n * LINE;
+            }
             for (int64_t m = 0; m < M; m += rows_at_once(K))
-                if constexpr (K == Kind::SUMS) rows_by_sums(p, m, o, sums);
-                else rows_of<K>(p, m, o, sums, int4);
+                if constexpr (K == Kind::SUMS) rows_by_sums(own, m, o, sums);
+                else rows_of<K>(own, m, o, sums, int4);
         }
         end_tiles();
     }
@@ -431,10 +438,12 @@ static void multiply_all(const bf16* x, const char* w, const char* blocks, const
 // x bf16 [M, I] with rows x_row apart; w packed [O / 32, n, 2, 16, 64 bytes], bf16, or int8 with a scale [O]; or int4
 // [O / 32, I / 32, 2, 4, 32, 2 bytes] with a scale [O] and blocks fp16 [O / 32, I / 32, 2, 2, 16]; by_sums these are
 // [O / 16, I / 32, 4, 16, 4 bytes] and [O / 16, I / 32, 2, 16]; bias null or [O] -> bf16 y [M, O], or gated [M, O / 2]:
-// silu(outputs 2 j) * outputs 2 j + 1
+// silu(outputs 2 j) * outputs 2 j + 1. by_sums IN_PLANES: bf16 weights, of ops/planes.py's scale, whose upper plane is
+// w [O / 32, I / 32, 2, 8, 16, 4 bytes], and whose lower one blocks, null for drafts
 extern "C" void linear(const bf16* x, const void* w, const void* blocks, const float* scale, const bf16* bias, bf16* y,
                        int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int by_sums, int threads) {
     const auto int4 = by_sums ? multiply_all<Kind::SUMS> : multiply_all<Kind::INT4>;
-    const auto multiply = blocks ? int4 : scale ? multiply_all<Kind::INT8> : multiply_all<Kind::BF16>;
-    multiply(x, (const char*)w, (const char*)blocks, scale, bias, y, M, I, O, x_row, gated, threads);
+    const bool planes = by_sums == IN_PLANES, whole = scale && !planes;
+    const auto multiply = !whole ? multiply_all<Kind::BF16> : blocks ? int4 : multiply_all<Kind::INT8>;
+    multiply(x, (const char*)w, (const char*)blocks, scale, bias, y, M, I, O, x_row, gated, threads, planes);
 }

@@ -10,10 +10,25 @@ from torch.nn import Linear
 
 from gpt_fast_sd.model import FeedForward, HugePageArena
 
-from .. import LINE, Int4, pack, pack_int4, packable, packed_linear, packed_rows, packed_swiglu, unpack, unpack_int4
+from .. import (
+    LINE,
+    Int4,
+    pack,
+    pack_int4,
+    pack_planes,
+    packable,
+    packed_linear,
+    packed_rows,
+    packed_swiglu,
+    unpack,
+    unpack_int4,
+    unpack_planes,
+)
 from ..linear_int4 import Int4Linear
 from ..linear_int8 import Int8Linear
+from ..linear_planes import PlanesLinear, UpperLinear
 from ..marks import edited, stands_for
+from ..ops.planes import Planes
 from .generated import GeneratedFeedForward, GeneratedLinear
 
 
@@ -105,6 +120,45 @@ class SummedInt4Linear(PackedInt4Linear):
         return pack_int4(held, by_sums=True)
 
 
+class PackedUpperLinear(UpperLinear):
+    """An UpperLinear of a PackedPlanesLinear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return packed_linear(x, self.weight, self.bias, self.scale)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
+        return packed_swiglu(x, self.weight, self.scale)
+
+
+class PackedPlanesLinear(PlanesLinear):
+    """A PlanesLinear, no row of which is whole, whose planes lie in the order that `pack_planes` gives them."""
+
+    reader = PackedUpperLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return packed_linear(x, self.weight, self.bias, self.scale, self.lower)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
+        return packed_swiglu(x, self.weight, self.scale, self.lower)
+
+    def in_order(self) -> Planes:
+        """The weight as its outputs and inputs are numbered."""
+        held = super().in_order()
+        upper, lower = unpack_planes(held.upper, held.lower)
+        return held._replace(upper=upper, lower=lower)
+
+    def arranged(self, held: Planes) -> Planes:
+        """Such a weight, packed; ValueError for one with rows that are whole, which the kernel does not read."""
+        if len(held.rows):
+            raise ValueError(f"{len(held.rows):,} rows of a packed weight do not lie in planes: load the model again")
+        upper, lower = pack_planes(held.upper, held.lower)
+        return held._replace(upper=upper, lower=lower)
+
+
 class PackedEmbedding(_Packed, nn.Embedding):
     """An Embedding that shares the packed weight of an output head."""
 
@@ -117,7 +171,7 @@ class PackedEmbedding(_Packed, nn.Embedding):
 class PackedFeedForward(FeedForward):
     """A FeedForward that applies SwiGLU to the results of its packed w_in inside the kernel."""
 
-    w_in: PackedLinear | PackedInt8Linear | PackedInt4Linear
+    w_in: PackedLinear | PackedInt8Linear | PackedInt4Linear | PackedPlanesLinear | PackedUpperLinear
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
@@ -142,7 +196,7 @@ def all_packed(model: nn.Module) -> bool:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    return type(module) in (*PACKED.values(), *FOR_FEW_ROWS.values())
+    return type(module) in (*PACKED.values(), *FOR_FEW_ROWS.values(), PackedPlanesLinear, PackedUpperLinear)
 
 
 def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:

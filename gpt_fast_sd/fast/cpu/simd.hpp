@@ -24,6 +24,7 @@
 #endif
 
 typedef uint16_t bf16, fp16;
+constexpr int IN_PLANES = 2; // for by_sums: bf16 weights in planes
 enum Dtype : int64_t { FP32, FP16, BF16, INT8 }; // as Python numbers them
 
 // One product, see linear_avx512.cpp.
@@ -59,6 +60,7 @@ typedef float F __attribute__((vector_size(4 * LANES)));
 typedef double D __attribute__((vector_size(4 * LANES)));
 typedef float HalfF __attribute__((vector_size(2 * LANES))); // as many floats as a D has doubles
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
+typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
@@ -102,6 +104,40 @@ template <class V> static inline auto sum_in_order(V x) {
     auto sum = x[0];
     for (int i = 1; i < LANES / 2; i++) sum += x[i];
     return sum;
+}
+
+// Join 32 outputs of a bf16 weight in two planes (ops/planes.py): n lines of 32 inputs, whose words hold two inputs of
+// an output. A plane's words hold those of two words, as linear.py's pack_planes lays them: upper bytes of the first
+// above those of the second, lower ones below. Without the lower plane: what a draft reads, e4m3 over their scale.
+static inline void join_planes(const char* upper, const char* lower, const float* scale, int64_t n, char* to) {
+    constexpr int V = 16 / LANES, BYTES = 4 * LANES; // vectors of 16 outputs
+    Shorts base[2 * V]; // in both halves of a word: of e4m3, and with the lower plane over 15 << 7
+    for (int v = 0; v < 2 * V; v++) {
+        const I exponent = ((load<I>(scale + v * LANES) >> 23) - (lower ? 22 : 7)) << 7;
+        base[v] = (Shorts)(exponent << 16 | (exponent & 0xffff));
+    }
+    auto less = [](Shorts a, Shorts b) { return a < b ? a : b; };
+    for (int64_t line = 0; line < n; line++)
+        for (int half = 0; half < 2; half++)
+            for (int pair = 0; pair < 8; pair++, upper += V * BYTES, to += 2 * V * BYTES) {
+                for (int v = 0; v < V; v++) {
+                    const Shorts u = load<Shorts>(upper + v * BYTES), l = lower ? load<Shorts>(lower + v * BYTES) : u;
+                    for (int word = 0; word < 2; word++) {
+                        const Shorts byte = word ? u << 8 : u, t = (word ? u << 4 : u >> 4) & 0x07f0;
+                        Shorts b; // without its sign
+                        if (lower) {
+                            const Shorts k = (word ? l >> 5 : l << 3) & 0x0780;
+                            b = t + ((word ? l >> 8 : l) & 15) + 0x778 - k;
+                            b += base[half * V + v] & (b != 0);
+                        } else { // of subnormal numbers, too
+                            b = less(less(t, 2 * t - 128), less(4 * t - 256, 8 * t - 384));
+                            b = (b + base[half * V + v]) & (t != 0);
+                        }
+                        store(to + (word * V + v) * BYTES, b | (byte & -0x8000));
+                    }
+                }
+                if (lower) lower += V * BYTES;
+            }
 }
 
 // The lanes L of a followed by b.

@@ -20,12 +20,12 @@ SUMMED_PAGE = {1: 128, 2: 128, 4: 32}  # bytes of a number of the cache -> the l
 def launches(op: str, *, n_rows: int = 1, n_entries: int = 1, page: int = 1, itemsize: int = 2) -> int:
     """How many kernels one call of the operator `op` launches on CUDA, torch's own included.
 
-    n_rows: queries that share a kv head, G * T (prefill), or rows (int8_linear); n_entries: listed ones and those of
+    n_rows: queries that share a kv head, G * T (prefill), or rows (products); n_entries: listed ones and those of
     the window (sparse_attention); page, itemsize: keys of a page, bytes of a number (key_mass). ValueError for others.
     """
     if op in FIXED:
         return FIXED[op]
-    if op == "int8_linear":
+    if op in ("int8_linear", "planes_linear"):
         return 1 if n_rows <= MOST_TILED else 2  # a copy of the weight, and a product
     if op == "sparse_attention":
         return 1 if n_entries <= ONE_CHUNK else 2  # chunks, and their merge

@@ -47,6 +47,58 @@ INT8_TO_FP16 = tl.constexpr("""{
     prmt.b32 pair, raised, 0x64, 0x4342;
     sub.f16x2 $1, pair, base;
 }""")
+# The upper plane of weights (see ops/planes.py): four e4m3, whose seven bits under four zeros are a bf16 that is
+# 2 ** 120 too small, subnormal numbers included.
+E4M3_TO_BF16 = tl.constexpr("""{
+    .reg .b32 pair, sign, raise, minus;
+    mov.b32 raise, 0x7b807b80;
+    mov.b32 minus, 0x80008000;
+    prmt.b32 pair, $2, 0x0, 0x1404;
+    and.b32 sign, pair, minus;
+    shr.b32 pair, pair, 4;
+    and.b32 pair, pair, 0x07f007f0;
+    or.b32 pair, pair, sign;
+    fma.rn.bf16x2 $0, pair, raise, minus;
+    prmt.b32 pair, $2, 0x0, 0x3424;
+    and.b32 sign, pair, minus;
+    shr.b32 pair, pair, 4;
+    and.b32 pair, pair, 0x07f007f0;
+    or.b32 pair, pair, sign;
+    fma.rn.bf16x2 $1, pair, raise, minus;
+}""")
+# Both planes: of 15 << 7, the base that leaves zero where k is 15, a bf16 is 2 ** 105 too small. No half of the sums
+# borrows from the other.
+WEIGHTS_TO_BF16 = tl.constexpr("""{
+    .reg .b32 pair, sign, low, below, raise, minus;
+    mov.b32 raise, 0x74007400;
+    mov.b32 minus, 0x80008000;
+    prmt.b32 pair, $2, 0x0, 0x1404;
+    and.b32 sign, pair, minus;
+    shr.b32 pair, pair, 4;
+    and.b32 pair, pair, 0x07f007f0;
+    prmt.b32 low, $3, 0x0, 0x4140;
+    shl.b32 below, low, 3;
+    and.b32 low, low, 0x000f000f;
+    or.b32 pair, pair, low;
+    and.b32 below, below, 0x07800780;
+    add.u32 pair, pair, 0x07780778;
+    sub.u32 pair, pair, below;
+    or.b32 pair, pair, sign;
+    fma.rn.bf16x2 $0, pair, raise, minus;
+    prmt.b32 pair, $2, 0x0, 0x3424;
+    and.b32 sign, pair, minus;
+    shr.b32 pair, pair, 4;
+    and.b32 pair, pair, 0x07f007f0;
+    prmt.b32 low, $3, 0x0, 0x4342;
+    shl.b32 below, low, 3;
+    and.b32 low, low, 0x000f000f;
+    or.b32 pair, pair, low;
+    and.b32 below, below, 0x07800780;
+    add.u32 pair, pair, 0x07780778;
+    sub.u32 pair, pair, below;
+    or.b32 pair, pair, sign;
+    fma.rn.bf16x2 $1, pair, raise, minus;
+}""")
 # Four bytes of the upper plane and four of the lower, a nibble of the first half of a head (the low one) and one of the
 # second in each -> two registers of either half. The bytes that are joined have signs that are 0 where a number is
 # negative, else as those of an int8: INT8_TO_BF16 with that bit turned.
@@ -178,6 +230,33 @@ def widen(b_x, dtype: tl.constexpr, ROWS: tl.constexpr = 0):
         b_wide = tl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [b_x], tl.float16, PURE, 4)
     else:
         b_wide = b_x.to(dtype)
+    return b_wide
+
+
+@triton.jit
+def widen_upper(b_up, ROWS: tl.constexpr):
+    """Weights in the upper plane over their row's scale, in bf16, exactly. ROWS: see widen."""
+    PURE: tl.constexpr = ROWS >= 64 and cuda_capability_geq(10) and not cuda_capability_geq(12)
+    if INTERPRETED:
+        b_bits = b_up.to(tl.uint32)
+        b_wide = ((b_bits & 0x80) << 24 | (b_bits & 0x7F) << 20).to(tl.float32, bitcast=True) * (2.0**120)
+        b_wide = b_wide.to(tl.bfloat16)
+    else:
+        b_wide = tl.inline_asm_elementwise(E4M3_TO_BF16, "=r,=r,r", [b_up], tl.bfloat16, PURE, 4)
+    return b_wide
+
+
+@triton.jit
+def join_weights(b_up, b_low, ROWS: tl.constexpr):
+    """Weights in two planes over their row's scale, in bf16, exactly. ROWS: see widen."""
+    PURE: tl.constexpr = ROWS >= 64 and cuda_capability_geq(10) and not cuda_capability_geq(12)
+    if INTERPRETED:
+        b_bits, b_low = b_up.to(tl.uint32), b_low.to(tl.uint32)
+        b_wide = ((b_bits & 0x7F) << 4) + (b_low & 15) + 0x778 - ((b_low >> 4) << 7)
+        b_wide = ((b_bits & 0x80) << 24 | b_wide << 16).to(tl.float32, bitcast=True) * (2.0**105)
+        b_wide = b_wide.to(tl.bfloat16)
+    else:
+        b_wide = tl.inline_asm_elementwise(WEIGHTS_TO_BF16, "=r,=r,r,r", [b_up, b_low], tl.bfloat16, PURE, 4)
     return b_wide
 
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
-"""Products with int8 weights in Triton: each weight is read once for all rows of a tile, and widened in registers.
+"""Products with weights of a byte or in two planes: each is read once for all rows of a tile, and widened in registers.
 
 A program has some outputs, a tile of rows and all inputs: sums are not split. How the tile is built follows from the
 number of rows, so a row's result depends on no other row, and for the same kind of tile not on their number.
@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import family, widen
+from .common import family, join_weights, widen, widen_upper
 
 LARGEST_TILE = 64  # rows of a program
+JOINED = 1024  # weights that a program joins
 MANY_OUTPUTS = 8192  # with fewer, blocks of 64 outputs are fewer than an H100 has SMs
 
 
@@ -49,29 +50,35 @@ STEPS = {
 FEW_OUTPUTS = {(90, 16): (256, 6), (90, 32): (256, 5)}
 
 
-def config(arch: int | str, itemsize: int, n_rows: int, n_out: int) -> Config:
-    """How the kernel is built for so many rows, of numbers of itemsize bytes, and outputs."""
+def config(arch: int | str, itemsize: int, n_rows: int, n_out: int, *, n_planes: int = 1) -> Config:
+    """How the kernel is built for so many rows, of numbers of itemsize bytes, and outputs; both planes: half a step."""
     block_m = min(max(16, triton.next_power_of_2(n_rows)), LARGEST_TILE)
     block_n = 64 if n_out >= MANY_OUTPUTS else 32
     tile = family(arch), block_m
     block_k, num_stages = (block_n == 32 and FEW_OUTPUTS.get(tile)) or STEPS[tile]
     if itemsize == 4:  # no tensor core serves: more of it would spill
         block_m, block_k, num_stages = 16, 32, 3
-    return Config(block_m, block_n, block_k, 4, num_stages)
+    return Config(block_m, block_n, block_k // n_planes, 4, num_stages)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def linear_kernel(
-    p_x, p_w, p_scale, p_bias, p_out, n_rows, n_in, n_out, stride_x,
+    p_x, p_w, p_low, p_scale, p_bias, p_out, n_rows, n_in, n_out, stride_x,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out [M, O] = x [M, I] times w [O, I], each output times its scale, and the bias."""
+    """out [M, O] = x [M, I] times w [O, I], each output times its scale, and the bias.
+
+    w: int8; else bytes of an upper plane, and with p_low those of the lower one are beside.
+    """
     # tiles of rows come first: they run side by side, and all but one find the weights in the cache
     i_m, i_n = tl.program_id(0), tl.program_id(1)
     o_m, o_n, o_k = i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     m_m, m_n = o_m < n_rows, o_n < n_out
     # [BLOCK_N, BLOCK_K]; past the last output its weights are read again
-    p_w += tl.minimum(o_n, n_out - 1).to(tl.int64)[:, None] * n_in + o_k[None, :]
+    o_w = tl.minimum(o_n, n_out - 1).to(tl.int64)[:, None] * n_in + o_k[None, :]
+    p_w += o_w
+    if p_low is not None:
+        p_low += o_w
     # [BLOCK_K, BLOCK_M]
     p_x += o_m.to(tl.int64)[None, :] * stride_x + o_k[:, None]
     # [BLOCK_N, BLOCK_M]
@@ -80,7 +87,13 @@ def linear_kernel(
         m_k = o_k < n_in - i_k
         b_w = tl.load(p_w + i_k, mask=m_k[None, :], other=0)
         b_x = tl.load(p_x + i_k, mask=m_k[:, None] & m_m[None, :], other=0.0)
-        b_sum = tl.dot(widen(b_w, b_x.dtype, BLOCK_N), b_x, b_sum, input_precision="ieee")
+        if p_low is not None:
+            b_wide = join_weights(b_w, tl.load(p_low + i_k, mask=m_k[None, :], other=0), BLOCK_N)
+        elif b_w.dtype == tl.uint8:
+            b_wide = widen_upper(b_w, BLOCK_N)
+        else:
+            b_wide = widen(b_w, b_x.dtype, BLOCK_N)
+        b_sum = tl.dot(b_wide, b_x, b_sum, input_precision="ieee")
     b_out = b_sum * tl.load(p_scale + o_n, mask=m_n, other=0.0)[:, None]
     if p_bias is not None:
         b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
@@ -88,15 +101,44 @@ def linear_kernel(
     tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_m[None, :])
 
 
-def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *, arch: int | str) -> Tensor:
-    """x W' + bias: x [M, I], last stride 1, int8 weight [O, I], fp32 scale [O] -> [M, O] in the dtype of x."""
+def linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, lower: Tensor | None = None, *, arch: int | str
+) -> Tensor:
+    """x W' + bias: x [M, I], last stride 1, weight [O, I], fp32 scale [O] -> [M, O] in the dtype of x.
+
+    weight: int8; or, of bf16 x, the upper plane of bf16 weights as uint8, whose other one is lower.
+    """
     (n_rows, n_in), n_out = x.shape, len(weight)
-    assert weight.dtype == torch.int8 and weight.shape[1] == n_in and weight.is_contiguous()
+    planes = [weight] if lower is None else [weight, lower]
+    assert all(w.shape == (n_out, n_in) and w.is_contiguous() and w.dtype == weight.dtype for w in planes)
+    assert (weight.dtype, x.dtype) == (torch.uint8, torch.bfloat16) or (weight.dtype == torch.int8 and lower is None)
     assert scale.dtype == torch.float32 and scale.shape == (n_out,) and (x.stride(1) == 1 or n_in == 1)
     out = torch.empty((n_rows, n_out), dtype=x.dtype, device=x.device)
-    block_m, block_n, block_k, num_warps, num_stages = config(arch, x.element_size(), n_rows, n_out)
+    block_m, block_n, block_k, num_warps, num_stages = config(
+        arch, x.element_size(), n_rows, n_out, n_planes=len(planes)
+    )
     linear_kernel[triton.cdiv(n_rows, block_m), triton.cdiv(n_out, block_n)](
-        x, weight, scale, bias, out, n_rows, n_in, n_out, x.stride(0),
+        x, weight, lower, scale, bias, out, n_rows, n_in, n_out, x.stride(0),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=num_stages, num_warps=num_warps,
     )  # fmt: skip
+    return out
+
+
+@triton.jit
+def join_kernel(p_w, p_low, p_scale, p_out, n_in, BLOCK: tl.constexpr):
+    """out [O, I], the bf16 weight in two planes, or without p_low what a draft reads of it."""
+    i_n, o_k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_k, b_scale = o_k < n_in, tl.load(p_scale + i_n)
+    b_w = tl.load(p_w + i_n * n_in + o_k, mask=m_k, other=0)
+    if p_low is not None:
+        b_wide = join_weights(b_w, tl.load(p_low + i_n * n_in + o_k, mask=m_k, other=0), 0)
+    else:
+        b_wide = widen_upper(b_w, 0)
+    tl.store(p_out + i_n * n_in + o_k, (b_wide.to(tl.float32) * b_scale).to(tl.bfloat16), mask=m_k)
+
+
+def joined(upper: Tensor, lower: Tensor | None, scale: Tensor) -> Tensor:
+    """The bf16 weight in two planes uint8 [O, I], or what a draft reads of the upper one, in one pass: [O, I]."""
+    (n_out, n_in), out = upper.shape, torch.empty(upper.shape, dtype=torch.bfloat16, device=upper.device)
+    join_kernel[n_out, triton.cdiv(n_in, JOINED)](upper, lower, scale, out, n_in, BLOCK=JOINED, num_warps=4)
     return out

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt_fast_sd import attention, fast
 from gpt_fast_sd.fast.compile import own_code
+from gpt_fast_sd.fast.linear_planes import lay_in_planes
 from gpt_fast_sd.model import FORMATS, SPLIT, CacheLayer, as_planes
 from gpt_fast_sd.policies import selection
 from gpt_fast_sd.quantization.quantize import TAIL
@@ -210,18 +211,19 @@ def timed_linears(setup: Setup) -> list[Record]:
     timings, dtype = Timings(setup), torch.bfloat16
     sizes = {"wo": (64, 128)} if setup.tiny else {"wo": (4096, 4096), "w_in": (28672, 4096), "w_out": (4096, 14336)}
     for place, (n_out, n_in) in sizes.items():
-        plain = torch.nn.Linear(n_in, n_out, bias=False, device=setup.device, dtype=dtype).requires_grad_(False)
-        for name in (None, *TABLE):
-            linear: torch.nn.Linear = plain
+        for name in (None, *TABLE, "both planes"):
+            linear = torch.nn.Linear(n_in, n_out, bias=False, device=setup.device, dtype=dtype).requires_grad_(False)
             n_bytes = float(n_out * n_in * dtype.itemsize)
             if name is not None:
                 try:
-                    require_precision(name, setup.device, dtype)
+                    require_precision(known := name.removeprefix("both "), setup.device, dtype)
                 except ValueError as error:
                     print(f"{name} is not timed: {error}")
                     continue
-                entry = precision(name, setup.device)
-                linear, n_bytes = entry.of(plain), float(entry.bytes_of(n_out, n_in))
+                if (entry := precision(known, setup.device)).shares:
+                    lay_in_planes(linear, linear.weight)
+                n_bytes = float(entry.bytes_of(n_out, n_in) + (name != known) * n_out * n_in)
+                linear = entry.of(linear) if name == known else linear
             for n_rows in (1, 5) if setup.tiny else (1, 16, 64, 96, 256, 2048):
                 x = torch.randn(n_rows, n_in, device=setup.device).to(dtype)
                 what, moved = f"{place} {n_out:,} x {n_in:,}, {n_rows:,} rows", (x.numel() + n_rows * n_out) * 2

@@ -77,13 +77,15 @@ def bound(
 
 
 def product(
-    cap: int, n_rows: int, n_in: int = 4096, n_out: int = 4096, dtype: torch.dtype = BF16, biased: bool = False
-) -> Launch:
-    """The kernel that one call of the launcher builds and would launch."""
+    cap: int, n_rows: int, n_in: int = 4096, n_out: int = 4096, dtype: torch.dtype = BF16, biased: bool = False,
+    n_planes: int = 0,
+) -> Launch:  # fmt: skip
+    """The kernel that one call of the launcher builds and would launch; n_planes: 2, or 1 for a draft, of bf16."""
 
     def call() -> None:
-        x, weight, scale = new(n_rows, n_in, dtype=dtype), new(n_out, n_in, dtype=INT8), new(n_out, dtype=FP32)
-        int8.linear(x, weight, scale, new(n_out, dtype=dtype) if biased else None, arch=cap)
+        x, scale = new(n_rows, n_in, dtype=dtype), new(n_out, dtype=FP32)
+        weight, *lower = (new(n_out, n_in, dtype=torch.uint8 if n_planes else INT8) for _ in range(max(1, n_planes)))
+        int8.linear(x, weight, scale, new(n_out, dtype=dtype) if biased else None, *lower, arch=cap)
 
     (launch,) = launched(cap, call)
     return launch

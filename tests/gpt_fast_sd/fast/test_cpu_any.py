@@ -23,6 +23,7 @@ from gpt_fast_sd.fast import dequantize_blocks, int4_by_sums, int8_linear, quant
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
 from gpt_fast_sd.fast.cpu import instruction_sets as cpu_sets
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
+from gpt_fast_sd.fast.ops import planes
 from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32
 from tests.gpt_fast_sd.fast.references import layer_of
 from tests.gpt_fast_sd.fast.test_cpu import Case, forced
@@ -114,6 +115,12 @@ def check_products(product: Callable[..., Tensor], n_in: int, rows: Sequence[int
     integers, scale = quantize_rows(weight)
     held = quantize_blocks(weight)
     lanes, summed = cpu_linear.pack_int4(held), cpu_linear.pack_int4(held, by_sums=True)
+    generator = torch.Generator().manual_seed(n_in)
+    spread = (weight * torch.exp2(-torch.randint(12, weight.shape, generator=generator))).to(BF16)
+    spread[:, ::7], spread[6] = 0, weight[6].sign() * 2.0**-120
+    halves = planes.split(spread)
+    upper, lower = cpu_linear.pack_planes(halves.upper, halves.lower)
+    exact, read = map(cpu_linear.pack, (spread, planes.reading(halves)))
     own, of_integers, unpacked = map(cpu_linear.pack, (weight, integers, dequantize_blocks(held, BF16)))
     for n_rows in rows:
         x = noise(n_rows, n_in, seed=n_rows).to(BF16)
@@ -127,6 +134,10 @@ def check_products(product: Callable[..., Tensor], n_in: int, rows: Sequence[int
         got = product(x, summed.numbers, summed.blocks, held.power, bias, by_sums=True)
         near = {"rtol": 0.0, "atol": 0.0} if fused else {"rtol": 2.0**-7, "atol": 1e-5}
         torch.testing.assert_close(got, int4_by_sums(x, held, bias), **near)
+        ones = torch.cat([x, torch.eye(n_in)[-n_rows:].to(BF16)])  # each of some weights by itself
+        for plane, packed in ((lower, exact), (None, read)):
+            got = product(ones, upper, plane, halves.scale, None, by_sums=cpu_linear.IN_PLANES)
+            assert got.equal(product(ones, packed, None, None, None))
         gate, up = F.linear(x.double(), weight.double()).unflatten(-1, (-1, 2)).unbind(-1)
         gated = product(x, own, None, None, None, gated=True)
         torch.testing.assert_close(gated.double(), F.silu(gate) * up, rtol=2.0**-8, atol=1e-5)
@@ -136,11 +147,11 @@ def check_products(product: Callable[..., Tensor], n_in: int, rows: Sequence[int
 def test_products_of_every_kind_of_weight_are_their_references_for_any_rows(instructions: str, n_in: int) -> None:
     def product(
         x: Tensor, numbers: Tensor, blocks: Tensor | None, scales: Tensor | None, bias: Tensor | None,
-        gated: bool = False, by_sums: bool = False,
+        gated: bool = False, by_sums: int = False,
     ) -> Tensor:  # fmt: skip
         if gated:
             return cpu_linear.packed_swiglu(x, numbers)
-        return cpu_linear.packed_linear(x, numbers, bias, scales, blocks, by_sums=by_sums)
+        return cpu_linear.packed_linear(x, numbers, bias, scales, blocks, by_sums=by_sums is True)
 
     check_products(product, n_in, (1, 2, 3, 4, 5, 6, 7, 12, 13, 31, 49, 130), fused=instructions != "plain")
 

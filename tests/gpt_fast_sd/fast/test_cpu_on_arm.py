@@ -88,7 +88,7 @@ def test_attention_is_that_of_fp64(head_dim: int, tmp_path: Path) -> None:
 def test_products_are_their_references(kind: str, tmp_path: Path) -> None:
     built, n_in, n_out = program(cpu_linear.ANY, 0, tmp_path / "multiply", kind), 576, 96
 
-    def product(x: Tensor, *weights: Tensor | None, gated: bool = False, by_sums: bool = False) -> Tensor:
+    def product(x: Tensor, *weights: Tensor | None, gated: bool = False, by_sums: int = False) -> Tensor:
         width = n_out // 2 if gated else n_out
         sizes = [2 * len(x) * width, 0, len(x), n_in, n_out, n_in, gated, by_sums]
         return torch.frombuffer(bytearray(run(built, sizes, [x, *weights], kind)), dtype=BF16).view(len(x), width)

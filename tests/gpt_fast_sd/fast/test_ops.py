@@ -19,6 +19,7 @@ from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.fast import cpu, ops
 from gpt_fast_sd.fast.ops import decode
 from gpt_fast_sd.fast.ops.layer import flat
+from gpt_fast_sd.fast.ops.planes import split
 from gpt_fast_sd.model import FORMATS, as_planes
 from tests.gpt_fast_sd.fast.dense import quantized
 from tests.gpt_fast_sd.fast.references import layer_of  # and with it what operators run on a CPU
@@ -99,6 +100,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cpu_draw": lambda: (torch.rand(B, 50).softmax(-1), torch.rand(B)),
     "cpu_uniform": lambda: (torch.randint(99, (B,)), torch.randint(99, (B, 3)), 1),
     "int8_linear": lambda: (queries(), *kernels.quantize_rows(torch.randn(96, H)), torch.randn(96).bfloat16()),
+    "planes_linear": lambda: (queries(), *split(torch.randn(96, H).bfloat16()), torch.randn(96).bfloat16()),
     "decode_attention": lambda: (*dense(), 256),
     "decode_attention one": lambda: (*dense(1), 256),
     "decode_attention_with_mass": lambda: (*dense(), 256, 64),

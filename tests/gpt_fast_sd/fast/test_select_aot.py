@@ -159,18 +159,18 @@ MOST_INSTRUCTIONS = 400  # of a warp, for 64 outputs x 128 inputs x 64 rows; 4 w
     few(itertools.product([1, 24, 64], [80, 90, 89, 100, 120]), [(1, 90), (24, 80), (24, 100), (64, 90)]),
 )
 def test_the_kernel_is_built_well(n_rows: int, cap: int) -> None:
-    for n_in, n_out in WEIGHTS:
-        launch = product(cap, n_rows, n_in, n_out)
+    for (n_in, n_out), n_planes in itertools.product(WEIGHTS, range(3)):
+        launch = product(cap, n_rows, n_in, n_out, n_planes=n_planes)
         kernel, kwargs = launch.compiled, launch.kwargs
         assert_lean(kernel, cap)
         assert kernel.hmma + kernel.hgmma + kernel.utcmma > 0
         assert kernel.count("I2F") == 0  # a conversion for each weight takes longer than reading it
         # weights and rows of the steps that are fetched ahead, 16 bytes at once
         block_n, block_k = kwargs["BLOCK_N"], kwargs["BLOCK_K"]
-        ahead = block_k * (block_n + 2 * kwargs["BLOCK_M"]) * (kwargs["STAGES"] - 1)
+        ahead = block_k * (block_n * max(1, n_planes) + 2 * kwargs["BLOCK_M"]) * (kwargs["STAGES"] - 1)
         assert kernel.shared >= ahead
         assert kernel.sass.count("LDGSTS.E.BYPASS.128") == kernel.ldgsts > 0
-        per_block = max(len(loop) for loop in kernel.loops) * 64 * 128 / (block_n * block_k)
+        per_block = max(len(loop) for loop in kernel.loops) * 64 * 128 / (block_n * block_k * max(1, n_planes))
         assert cap == 100 or per_block <= MOST_INSTRUCTIONS * (1 if block_n == 64 else 1.25)
 
 

@@ -45,7 +45,7 @@ def slots_taken(launch: Launch) -> float:
     """
     given, warps = launch.kwargs, launch.compiled.warps
     if "p_w" in given:
-        tiles, n_bytes = launch.grid[0], given["BLOCK_N"] * given["BLOCK_K"]
+        tiles, n_bytes = launch.grid[0], given["BLOCK_N"] * given["BLOCK_K"] * (1 if given["p_low"] is None else 2)
         one_block = n_bytes + 2 * given["BLOCK_M"] * given["BLOCK_K"]  # rows are in the cache
     else:
         tiles = launch.grid[2 if launch.name == "chunk_kernel" else 0]
@@ -74,6 +74,7 @@ ATTENTION = {
     "16": ("decode", 4), "32": ("decode", 8), "32_mass": ("mass", 8), "64": ("decode", 16), "72": ("decode", 18),
     "list_16": ("sparse", 4), "list_32": ("sparse", 8),
 }  # fmt: skip
+OF_WEIGHTS = {"int8_linear": 0, "planes_linear": 2, "planes_linear_upper": 1}  # how many planes of weights are read
 PRODUCTS = {f"{n_rows}_x_{n_out}": (n_rows, n_out) for n_out in (4096, 28672) for n_rows in (16, 32, 64)}
 # (what is read, sm_<cap>) -> slots for a KiB in each column of ATTENTION or PRODUCTS: 3 % above what Triton 3.7.1 needs
 CEILINGS = {
@@ -89,12 +90,18 @@ CEILINGS = {
     ("upper_plane", 100): (299, 393, 452, 572, 1005, 472, 562),
     ("int8_linear", 80): (173, 194, 243, 133, 153, 185), ("int8_linear", 89): (170, 194, 243, 131, 150, 185),
     ("int8_linear", 90): (149, 171, 243, 169, 177, 194), ("int8_linear", 100): (147, 172, 244, 148, 153, 169),
+    ("planes_linear", 80): (156, 162, 187, 126, 131, 146), ("planes_linear", 89): (156, 162, 187, 126, 132, 151),
+    ("planes_linear", 90): (130, 141, 186, 148, 149, 158), ("planes_linear", 100): (130, 140, 184, 139, 141, 147),
+    ("planes_linear_upper", 80): (170, 192, 244, 135, 157, 184),
+    ("planes_linear_upper", 89): (170, 192, 244, 135, 151, 184),
+    ("planes_linear_upper", 90): (150, 174, 243, 169, 177, 194),
+    ("planes_linear_upper", 100): (150, 172, 243, 149, 155, 172),
 }  # fmt: skip
 OLDER = 1.4 if triton.__version__.startswith("3.6.") else 1.0  # whose loops over lists are up to 40 % longer
 # what may take more slots than there are with 16 rows already, those of plain decoding and drafts: nothing else may
 OVER = {
     "a100": set(), "h100": {"upper_plane"}, "h200": {"upper_plane"},
-    "b200": {"int8", "planes", "upper_plane", "int8_linear"}, "rtx 4090": set(),
+    "b200": {"int8", "planes", "upper_plane", "int8_linear", "planes_linear_upper"}, "rtx 4090": set(),
 }  # fmt: skip
 
 
@@ -119,7 +126,7 @@ def built(name: str, column: str, cap: int) -> Launch:
     """The kernel that reads: keys and values of 128 dims, or weights of 4,096 inputs."""
     if column in PRODUCTS:
         n_rows, n_out = PRODUCTS[column]
-        return product(cap, n_rows, n_out=n_out)
+        return product(cap, n_rows, n_out=n_out, n_planes=OF_WEIGHTS[name])
     op, n_tokens = ATTENTION[column]
     return attended(op, cap, n_tokens=n_tokens, **FORMATS[name])[0]
 
@@ -139,11 +146,12 @@ def test_what_waits_for_instructions_instead_of_memory_is_named() -> None:
 
 def test_the_page_about_gpus_shows_the_ceilings() -> None:
     names = {"bf16": "bf16, fp16", "int8": "int8", "planes": "planes, both", "upper_plane": "the upper plane",
-             "int8_linear": "int8 weights"}  # fmt: skip
+             "int8_linear": "int8 weights", "planes_linear": "weights in planes, both",
+             "planes_linear_upper": "the upper plane of weights"}  # fmt: skip
     rows = [["percent", *(chip.upper() for chip in CHIP)], ["---"] * 6]
     for name, title in names.items():
         every = [[f"{share:.0f}" for share in percents(name, chip)] for chip in CHIP]
-        n = 3 if name == "int8_linear" else 5
+        n = 3 if name in OF_WEIGHTS else 5
         rows.append([title, *("; ".join((" / ".join(some[:n]), " / ".join(some[n:]))) for some in every)])
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     print(table)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt_fast_sd.fast.ops import planes
 from gpt_fast_sd.fast.triton import common as triton_common
 
 pytest.importorskip("triton")
@@ -24,7 +25,7 @@ def execute(ptx: str, *operands: Tensor) -> list[Tensor]:
     for opcode, into, *names in re.findall(rf"^\s*([a-z]\S+) (\S+), ([^,;]+){operand * 3};", ptx, re.M):
         if opcode == ".reg":
             continue
-        registers[into] = OPCODES[opcode](*(value(name) for name in names if name))
+        registers[into] = OPCODES[opcode](*(value(name) for name in names if name)) & 0xFFFFFFFF
     return [registers[f"${i}"] for i in range(n_out)]
 
 
@@ -61,6 +62,7 @@ def combined(x: Tensor, y: Tensor, z: Tensor, table: Tensor) -> Tensor:
 
 OPCODES: dict[str, Callable[..., Tensor]] = {
     "mov.b32": lambda x: x, "and.b32": lambda x, y: x & y, "xor.b32": lambda x, y: x ^ y, "prmt.b32": permute,
+    "or.b32": lambda x, y: x | y, "add.u32": lambda x, y: x + y, "sub.u32": lambda x, y: x - y,
     "fma.rn.bf16x2": fused, "lop3.b32": combined,
     "shl.b32": lambda x, n: (x << n) & 0xFFFFFFFF, "shr.b32": lambda x, n: x >> n,
     "sub.f16x2": lambda x, y: rounded(halves(x, torch.float16) - halves(y, torch.float16), torch.float16),
@@ -90,3 +92,20 @@ def test_every_pair_of_bytes_of_two_planes_becomes_the_numbers_that_lie_in_them(
     out = torch.cat([halves(register, torch.bfloat16) for register in execute(ptx.value, *given)], -1)  # [65536, 8]
     numbers = [(up % 16) * 16 + low % 16 - 128, up // 16 * 16 + low // 16 - 128]
     assert out.equal(torch.cat(numbers, -1).double())
+
+
+def test_every_weight_in_planes_becomes_its_number_over_the_scale_of_its_row_in_its_own_place() -> None:
+    u, n, k = torch.arange(2**16) >> 8 & 127, torch.arange(2**16) & 15, torch.arange(2**16) >> 4 & 15
+    # no number is rounded down to less than nothing, below 14 binades few are left, and zero is written in one way
+    there_is = torch.where(k == 15, (u == 0) & (n == 8), (u * 16 + n >= 8) & ((k == 0) | (u * 16 + n < 136)))
+    both = torch.stack([there_is.nonzero()[:, 0].roll(997 * i) for i in range(4)], -1)  # [N, 4]
+    upper, lower = (both >> 8).to(torch.uint8), both.to(torch.uint8)
+    read, exact = (
+        torch.cat([halves(register, torch.bfloat16) for register in execute(ptx.value, *map(packed, given))], -1)
+        for ptx, given in ((triton_common.E4M3_TO_BF16, [upper]), (triton_common.WEIGHTS_TO_BF16, [upper, lower]))
+    )
+    is_number = upper & 127 != 127  # which none in planes is
+    assert read[is_number].equal(upper.view(torch.float8_e4m3fn).double()[is_number])
+    held = planes.split(torch.zeros(len(both), 4).bfloat16())
+    held = held._replace(upper=upper, lower=lower, scale=torch.ones(len(both)))
+    assert exact.equal(planes.join(held).double()) and len(both) > 2**12

@@ -148,7 +148,7 @@ def test_a_draft_model_is_never_quantized_even_of_the_targets_shape(model: Model
     ("name", "n_bytes"),
     [
         ("float8", WEIGHTS + 4 * (OUTPUTS + 128256)),  # a scale for each output
-        ("int8", WEIGHTS + 4 * (OUTPUTS + 128256)),
+        *((name, WEIGHTS + 4 * (OUTPUTS + 128256)) for name in ("int8", "planes")),
         # half a byte, and a scale and a zero of two bytes for 128 weights; the head in int8
         ("int4", (WEIGHTS - OF_HEAD) * (0.5 + 4 / 128) + OF_HEAD + 4 * 128256),
     ],

@@ -112,6 +112,7 @@ def test_a_cache_of_narrow_entries_is_charged_for_its_own_bytes() -> None:
 
 def test_products_are_charged_for_the_bytes_of_their_weights_rows_and_results() -> None:
     weights = {"bf16": 2 * 64 * 128} | {name: on["cpu"].bytes_of(64, 128) for name, on in TABLE.items() if "cpu" in on}
+    weights["both planes"] = weights["bf16"] + 4 * 64
     assert [(row["op"], row["what"], row["bytes"]) for row in dry_run("time-linears")["rows"]] == [
         (f"linear, {name}", f"wo 64 x 128, {n} rows", n_bytes + 2 * n * (128 + 64))
         for name, n_bytes in weights.items()

@@ -460,8 +460,13 @@ def weights_are_quantized_after_they_are_split(parallel: Parallel, folder: Path)
     drafting = engine_of(parallel, draft_of("full"), quantize="int8")
     spoken, spelled = drafting.generate(PROMPTS, GREEDY), together.generate(PROMPTS, GREEDY)
     assert [c.tokens for c in spoken] == [c.tokens for c in spelled]
-    # each rank copies its part
+    # each rank copies its part, or lays it in planes
     compare(parallel, draft_of("streaming", quantize="int8"), sampled=False)
+    halves = engine_of(parallel, draft_of("full"), dtype="bf16", exact=True)
+    spoken = halves.generate(PROMPTS, GREEDY)
+    halves.redraft(draft_of("streaming", quantize="planes"))
+    assert [c.tokens for c in halves.generate(PROMPTS, GREEDY)] == [c.tokens for c in spoken]
+    assert halves.stats.drafted > 0
 
 
 @check(MORE)

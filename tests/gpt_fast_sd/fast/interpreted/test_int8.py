@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.fast.ops import int8
+from gpt_fast_sd.fast.ops import int8, planes
+from gpt_fast_sd.fast.triton import common as triton_common
 from gpt_fast_sd.fast.triton import int8 as int8_triton
 from tests.gpt_fast_sd.fast.dense import BF16, NAN
 from tests.helpers import Noting, few
@@ -49,3 +50,19 @@ def test_many_rows_are_multiplied_with_a_copy_that_is_made_in_one_pass() -> None
         got = int8._int8_linear._init_fn(x, weight, scale, bias)
     assert [name for name in passes.seen if name] == ["empty_like.default", "mul.out", "addmm.default"]
     assert got.equal(torch.nn.functional.linear(x, (weight * scale[:, None]).to(BF16), bias))
+
+
+@pytest.mark.parametrize("n_rows", few([1, 17, 63, planes.MOST_TILED + 1], [17, planes.MOST_TILED + 1]))
+def test_weights_in_planes_or_kept_whole_multiply_as_in_fp64(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planes, "triton_serves", lambda device: True)
+    monkeypatch.setattr(triton_common, "architecture", lambda: 90)
+    x, integers, scale, bias = case(n_rows, 200, 40, biased=True)
+    assert bias is not None
+    weight = (integers * scale[:, None]).to(BF16)
+    weight[3, 5], weight[:, 9] = 2.0**-40, 0
+    held = planes.split(weight)
+    for lower, exact in ((held.lower, weight), (None, planes.reading(held))):
+        got = planes._planes_linear._init_fn(x, held.upper, lower, *held[2:], bias)
+        expected, most = x.double() @ exact.double().t() + bias.double(), x.double().abs() @ exact.double().abs().t()
+        assert ((got.double() - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-20 * most).all()
+        assert int8_triton.joined(held.upper, lower, held.scale).index_copy_(0, held.rows, held.whole).equal(exact)
