@@ -654,6 +654,9 @@ _SPLITS = {  # how each pre-tokenizer cuts a text into words: each pattern cuts 
 }
 _SPLITS |= dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe"), _SPLITS["llama-bpe"])
 _SPLITS["deepseek-r1-qwen"] = _SPLITS["qwen2"]
+_SPLITS |= dict.fromkeys(
+    ("starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), _SPLITS["smollm"]
+)
 # those that take a word whole that is a token, and put BOS before a text
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"}
 
@@ -706,6 +709,8 @@ class _Vocabulary:
         if len(set(texts)) != n:
             twice = Counter(texts).most_common(1)[0][0]
             raise CheckpointError(f"{header.path}: tokenizer.ggml.tokens has {twice[:60]!r} more than once")
+        ends = header.ends_by_text()
+        kinds = [_CONTROL if i in ends else int(kind) for i, kind in enumerate(kinds)]
         unsaid = {"bos": 1, "eos": 2, "unknown": 0} if is_llama else {}
         names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
         ids = {name: header.token(f"tokenizer.ggml.{name}_token_id", unsaid.get(name)) for name in names}
@@ -723,7 +728,7 @@ class _Vocabulary:
         return cls(
             notes=notes,
             texts=texts,
-            kinds=[int(kind) for kind in kinds],
+            kinds=kinds,
             scores=scores,
             bos_id=ids["bos"] if add_bos else None,
             eos_ids=() if ids["eos"] is None else (ids["eos"],),
