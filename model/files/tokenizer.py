@@ -710,7 +710,7 @@ class _Vocabulary:
             twice = Counter(texts).most_common(1)[0][0]
             raise CheckpointError(f"{header.path}: tokenizer.ggml.tokens has {twice[:60]!r} more than once")
         ends = header.ends_by_text()
-        kinds = [_CONTROL if i in ends else int(kind) for i, kind in enumerate(kinds)]
+        kinds = [_CONTROL if i in ends else kind for i, kind in enumerate(kinds)]
         unsaid = {"bos": 1, "eos": 2, "unknown": 0} if is_llama else {}
         names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
         ids = {name: header.token(f"tokenizer.ggml.{name}_token_id", unsaid.get(name)) for name in names}
@@ -728,7 +728,7 @@ class _Vocabulary:
         return cls(
             notes=notes,
             texts=texts,
-            kinds=kinds,
+            kinds=[int(kind) for kind in kinds],
             scores=scores,
             bos_id=ids["bos"] if add_bos else None,
             eos_ids=() if ids["eos"] is None else (ids["eos"],),
