@@ -498,10 +498,11 @@ class Fields:
                     attention_factor=inner.attention_factor(factor),
                 )
             case "longrope":
-                whole = inner.whole(original)
-                ratio = max(1.0, self.whole("max_position_embeddings") / whole)  # as transformers has it
+                positions = self.whole("max_position_embeddings")
+                whole = inner.whole(original) if original in inner.raw else positions
+                ratio = max(1.0, positions / whole)  # both as transformers has them
                 stated = inner.raw.get("attention_factor")
-                return theta, RopeScaling(
+                scaling = RopeScaling(
                     kind="longrope",
                     factor=inner.number_or("factor", ratio),
                     factors=inner.numbers_of("short_factor"),
@@ -509,6 +510,10 @@ class Fields:
                     original_max_seq_len=whole,
                     attention_factor=None if stated is None else inner.number("attention_factor"),
                 )
+                for name in ("short_mscale", "long_mscale"):  # by which vLLM computes, and transformers does not
+                    if inner.raw.get(name) is not None and not math.isclose(inner.number(name), scaling.length):
+                        inner.refuse(name, f"absent or {scaling.length!r}")
+                return theta, scaling
             case _:
                 inner.refuse(key, "'default', 'linear', 'llama3', 'yarn', 'longrope' or 'dynamic'")
 

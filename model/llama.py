@@ -136,12 +136,14 @@ class Transformer(nn.Module):
             return
         original = scaling.original_max_seq_len
         is_long = longest > original
-        if self.reads_long not in (None, is_long):
+        if self.reads_long == is_long:  # graphs of another engine may hold its frequencies
+            return
+        if self.reads_long is not None:
             raise ValueError(
                 f"max_seq_len {longest:,} needs other factors of longrope than an engine runs this model with, those "
                 f"for {'up to' if is_long else 'over'} {original:,} tokens: load it again"
             )
-        if is_long and self.reads_long is None:
+        if is_long:
             warnings.warn(
                 f"max_seq_len {longest:,} is over the {original:,} tokens up to which longrope has factors for short "
                 f"texts: all are read with those for long ones (max_seq_len {original:,} reads all with the others)",

@@ -30,7 +30,7 @@ def by_tensor(weight: Tensor) -> Tensor:
     return weight.float().abs().amax().view(1) / 448
 
 
-def compressed_tensors(strategy: str = "channel", block: Any = None, **changes: Any) -> dict[str, Any]:
+def compressed_tensors(strategy: str | None = "channel", block: Any = None, **changes: Any) -> dict[str, Any]:
     """What llm-compressor writes into config.json."""
     activations = {**HELD, "strategy": "token", "dynamic": True}
     weights = {**HELD, "strategy": strategy, "block_structure": block}
@@ -55,13 +55,14 @@ FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_
 # kind -> what config.json says, and how weights are scaled
 READ: Mapping[str, tuple[dict[str, Any], Scaled]] = {
     "channel": (compressed_tensors(), by_channel),
-    "channel in bf16": (compressed_tensors(), lambda weight: by_channel(weight).bfloat16()),
+    "channel in bf16": (compressed_tensors("CHANNEL"), lambda weight: by_channel(weight).bfloat16()),
     "tensor": (compressed_tensors("tensor"), by_tensor),
-    "tensor without dims": (compressed_tensors("tensor"), lambda weight: by_tensor(weight)[0]),
+    "tensor without dims": (compressed_tensors(None), lambda weight: by_tensor(weight)[0]),
     "preset": (compressed_tensors(config_groups={"FP8_DYNAMIC": ["Linear"]}), by_channel),
     "fbgemm_fp8": (FBGEMM, by_channel),
     "blocks": (BLOCKS, by_block),
     "compressed blocks": (compressed_tensors("block", [16, 24]), by_block),
+    "compressed blocks, in a text": (compressed_tensors("block", "16x24"), by_block),
     "blocks in bf16": (BLOCKS, lambda weight: by_block(weight).bfloat16()),
 }
 
@@ -88,9 +89,10 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
      "compressed-tensors pack-quantized, 4 bits"),
     (compressed_tensors(format="int-quantized", config_groups=_group(type="int", strategy="channel")),
      "compressed-tensors int-quantized, 8 bits"),
-    (compressed_tensors("block", [128, 0]), "compressed-tensors float-quantized, 8 bits"),
+    (compressed_tensors("block", "128x0"), "compressed-tensors float-quantized, 8 bits"),
     (compressed_tensors(config_groups=_group(strategy="channel") | {"FP8_BLOCK": ["mlp"]}), "float-quantized, 8 bits"),
     (compressed_tensors(config_groups=_group(strategy="channel", symmetric=False)), "float-quantized, 8 bits"),
+    (compressed_tensors(config_groups=_group(strategy=None, group_size=128)), "float-quantized, 8 bits"),
     (compressed_tensors(config_groups={"W8A8": ["Linear"]}), "compressed-tensors float-quantized"),
     (compressed_tensors(sparsity_config={"format": "sparse-24-bitmask"}), "float-quantized, 8 bits"),
     (compressed_tensors(transform_config={"config_groups": {"R1": {}}}), "float-quantized, 8 bits"),

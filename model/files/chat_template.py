@@ -43,10 +43,10 @@ class Template:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._source, self._special)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of a conversation; TemplateError if there is none."""
+    def render(self, messages: Sequence[Mapping[str, str]], *, asks: bool = True) -> str:
+        """The text of a conversation, asks: up to where the assistant answers; TemplateError if there is none."""
         try:
-            asked = json.dumps(messages, default=_plain)
+            asked = json.dumps([messages, asks], default=_plain)
         except (TypeError, ValueError, RecursionError) as error:
             raise TemplateError(f"they cannot be written as JSON: {error}") from None
         here = os.getpid()
@@ -178,7 +178,7 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 
 def _answers(given: Mapping[str, Any], asked: Iterator[str]) -> Iterator[str]:
-    """For each line, a number and messages: the same number and a text, or why there is none."""
+    """For each line, a number, messages and whether they ask: the same number and a text, or why there is none."""
     from jinja2 import TemplateError as Refusal
     from jinja2 import nodes
     from jinja2.ext import Extension
@@ -219,10 +219,10 @@ def _answers(given: Mapping[str, Any], asked: Iterator[str]) -> Iterator[str]:
         said = (str(error).strip() or type(error).__name__).splitlines()[0][:1000]
         return said if isinstance(error, Refusal) else f"{type(error).__name__}: {said}"
 
-    def rendered(messages: object) -> str:
+    def rendered(messages: object, asks: bool) -> str:
         pieces, length = [], 0
         for piece in template.generate(
-            **given["special"], messages=messages, tools=None, documents=None, add_generation_prompt=True
+            **given["special"], messages=messages, tools=None, documents=None, add_generation_prompt=asks
         ):
             pieces.append(piece)
             length += len(piece)
@@ -238,7 +238,7 @@ def _answers(given: Mapping[str, Any], asked: Iterator[str]) -> Iterator[str]:
     for line in asked:
         number, _, messages = line.partition(" ")
         try:
-            told = {"why": damage} if damage else {"text": rendered(json.loads(messages))}
+            told = {"why": damage} if damage else {"text": rendered(*json.loads(messages))}
         except Exception as error:
             told = {"why": why(error)}
         yield f"{number} {json.dumps(told)}"

@@ -55,7 +55,9 @@ ROPE_OF: Mapping[str, frozenset[str]] = {  # besides, of scalings of rotary freq
         "original_max_position_embeddings beta_fast beta_slow truncate attention_factor attn_factor mscale "
         "mscale_all_dim finetuned extrapolation_factor apply_yarn_scaling".split()
     ),
-    "longrope": frozenset("original_max_position_embeddings short_factor long_factor attention_factor".split()),
+    "longrope": frozenset(
+        "original_max_position_embeddings short_factor long_factor attention_factor short_mscale long_mscale".split()
+    ),
 }
 YARN_COMPUTES: dict[str, tuple[object, ...]] = {"extrapolation_factor": (1,), "apply_yarn_scaling": (True,)}
 
@@ -94,7 +96,8 @@ KNOWN_OF_IDS = frozenset(
     "use_fast from_slow is_local local_files_only device_map trust_remote_code return_tensors transformers_version "
     "special_tokens_map_file tokenizer_file vocab_file merges_file added_tokens_file fast_tokenizer_files init_inputs "
     "verbose backend files_loaded response_template response_schema chat_control_tokens _commit_hash "
-    "unsloth_version".split()
+    "unsloth_version vocab_size suffix_first bos_token_id eos_token_id unk_token_id pad_token_id sep_token_id "
+    "cls_token_id mask_token_id".split()
 )
 
 

@@ -9,6 +9,7 @@ activations is not taken over: the scales of inputs are ignored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -116,9 +117,14 @@ def _blocks_of(name: str, group: object) -> set[tuple[int, int] | None]:
     if isinstance(group, list):  # of names of layers, whose description is the group's own name
         return {PRESETS[name]} if name in PRESETS else other
     match group.get("weights") if isinstance(group, dict) else None:
-        case {"type": "float", "num_bits": 8, "strategy": str(strategy), **rest} if rest.get("symmetric", True) is True:
-            match strategy, rest.get("block_structure"):
+        case {"type": "float" | "FLOAT", "num_bits": 8, **rest} if rest.get("symmetric", True) is True:
+            strategy, block = rest.get("strategy"), rest.get("block_structure")
+            if isinstance(block, str) and re.fullmatch(r"[0-9]{1,9}x[0-9]{1,9}", block):
+                block = [int(size) for size in block.split("x")]
+            match strategy.lower() if isinstance(strategy, str) else strategy, block:
                 case (("channel" | "tensor"), _):
+                    return {None}
+                case None, _ if rest.get("group_size") in (None, -1):  # of a tensor, or of a channel
                     return {None}
                 case "block", [int(rows), int(columns)] if type(rows) is type(columns) is int and rows > 0 < columns:
                     return {(rows, columns)}

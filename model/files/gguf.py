@@ -35,9 +35,16 @@ MOST_RECORDS = 1 << 16  # tensors, or fields, of a file
 MOST_LAYERS = 1 << 10  # the largest models have an eighth of this
 # texts of tokens that end an answer whatever the header names, as in llama.cpp: many files name only one of theirs
 ENDS = frozenset(
-    b"<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] <|end_of_text|> "
-    b"<end_of_utterance>".split()
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
+    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> "
+    "<｜end▁of▁sentence｜> [e~[".encode().split()  # noqa: RUF001
 )
+# and those of filling in the middle, where the header names none
+FILLS = {
+    "fim_pad": frozenset(b"<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]".split()),
+    "fim_rep": frozenset(b"<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>".split()),
+    "fim_sep": frozenset((b"<|file_sep|>",)),
+}
 CHUNK = 1 << 18  # numbers that are dequantized at once, which keeps the library's own memory small
 WINDOW = 1 << 20  # bytes of a header that are read at once
 
@@ -67,6 +74,7 @@ _NEUTRAL_YARN: tuple[tuple[str, tuple[object, ...]], ...] = (
 _NEUTRAL_LONGROPE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("rope.scaling.alpha", (0.0,)),
     ("rope.scaling.factor", (0.0, 1.0)),  # of which its own factors are in place
+    ("rope.scale_linear", (0.0, 1.0)),
     ("rope.scaling.yarn_attn_factor", (1.0,)),
     ("rope.scaling.yarn_ext_factor", (-1.0, 0.0)),
 )
@@ -399,8 +407,6 @@ class Header(Fields):
             say(self.path, ["attention.sliding_window"], said)
             positions = window
         biased = self.architecture == "llama" and "blk.0.attn_output.bias" in self._tensors  # no field says it
-        ends = [self.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        ends += [i for i, text in enumerate(tokens) if text in ENDS] if isinstance(tokens, list) else []
         return ModelConfig(
             vocab_size=vocab_size,
             dim=dim,
@@ -419,8 +425,25 @@ class Header(Fields):
             mlp_bias=self.architecture == "llama" and "blk.0.ffn_down.bias" in self._tensors,
             qk_norm=self.architecture == "qwen3",
             bos_id=self.token("tokenizer.ggml.bos_token_id"),
-            eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
+            eos_ids=self._eos_ids(),
         )
+
+    def ends_by_text(self) -> dict[int, bytes]:
+        """Tokens whose texts say that they end an answer, id -> text: as control tokens, whatever kind they are."""
+        texts = self.raw.get("tokenizer.ggml.tokens")
+        fills = [own for name, own in FILLS.items() if self.token(f"tokenizer.ggml.{name}_token_id") is None]
+        ends = ENDS.union(*fills)
+        return {i: text for i, text in enumerate(texts) if text in ends} if isinstance(texts, list) else {}
+
+    def _eos_ids(self) -> tuple[int, ...]:
+        """Those and what the header names, but for two that llama.cpp leaves out beside others."""
+        unsaid = {"eos": 2} if self.raw.get("tokenizer.ggml.model") == "llama" else {}  # Llama 2's
+        named = [self.token(f"tokenizer.ggml.{x}_token_id", unsaid.get(x)) for x in ("eos", "eot", "eom", *FILLS)]
+        by_text = self.ends_by_text()
+        ids = {text: i for i, text in by_text.items()}
+        calls = ids.keys() & {b"<|call|>", b"<|calls|>"} and ids.keys() & {b"<|return|>", b"<|flush|>"}
+        spared = {ids.get(b"<|end|>") if calls else None, ids.get(b"</s>") if b"<|tool_response>" in ids else None}
+        return tuple(end for end in dict.fromkeys([*named, *by_text]) if end is not None and end not in spared)
 
     def _only_neutral(self, rules: tuple[tuple[str, tuple[object, ...]], ...]) -> None:
         """Refuse every value of these fields that would change the computation."""

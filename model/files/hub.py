@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import warnings
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ def resolve_model(name: str | Path) -> Path:
         )
     try:
         import huggingface_hub as hub
+        from huggingface_hub import errors
     except ImportError:
         raise CheckpointError(
             f'no folder {folder}; to download it as a hub id, first run: pip install "gpt_fast_sd[hf]"'
@@ -63,11 +66,14 @@ def resolve_model(name: str | Path) -> Path:
     except CheckpointError:
         raise
     except Exception as error:  # the network and the hub fail in ways we cannot list
-        cached = find_downloaded(str(name))  # the library also misses files there that nobody needs
-        if cached is None or not _is_whole(cached):
-            said = f"no folder {Path(name)}, and the hub did not provide it: {first_line(error)}"
+        refused = _refused(error)
+        missed = isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)) and refused is None
+        cached = find_downloaded(str(name)) if missed else None  # the library also misses files that nobody needs
+        if cached is None or not _is_whole(cached, _listed(hub, str(name))):
+            said = f"no folder {Path(name)}, and the hub did not provide it: {first_line(refused or error)}"
             raise CheckpointError(said) from error
         folder = cached
+        _stands_in(name)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{name} on the hub is not a model that can be read: it has no config.json (for one of its GGUF files, if "
@@ -76,8 +82,37 @@ def resolve_model(name: str | Path) -> Path:
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether a folder has a tokenizer and all weights in safetensors."""
+def _refused(error: BaseException) -> BaseException | None:
+    """The hub's own answer, if it gave one, such as that a repository is gated; None if it was out of reach."""
+    from huggingface_hub import errors
+
+    own = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__
+    if not isinstance(own, errors.HfHubHTTPError):
+        return None
+    return own if getattr(own.response, "status_code", 400) < 500 else None
+
+
+def _stands_in(name: str | Path) -> None:
+    warnings.warn(f"{name}: the hub is out of reach, what its cache holds is read", stacklevel=3)
+
+
+def _listed(hub: Any, repository: str) -> list[str]:
+    """The files of a repository that its cache knows of; none where the library kept no list, as older ones do."""
+    from huggingface_hub import errors
+
+    if not hasattr(hub, "get_cached_repo_tree"):
+        return []
+    try:
+        return [file.path for file in hub.get_cached_repo_tree(repository)]
+    except errors.CachedRepoTreeNotFoundError:
+        return []
+
+
+def _is_whole(folder: Path, listed: Iterable[str]) -> bool:
+    """Whether a folder has a tokenizer, all weights in safetensors, and the small files listed that are read."""
+    read = [name for name in listed if any(fnmatch(name, pattern) for pattern in _SMALL_FILES)]
+    if any(name.endswith((".json", ".jinja")) and not (folder / name).is_file() for name in read):
+        return False
     index = folder / "model.safetensors.index.json"
     shards = {"model.safetensors"}
     if index.is_file() and not (folder / "model.safetensors").is_file():
@@ -107,12 +142,16 @@ def _gguf_of(hub: Any, repository: str, quantization: str) -> Path:
     try:
         files = hub.list_repo_files(repository)
     except Exception as error:
+        if _refused(error):
+            raise
         try:
-            return _cached_gguf(hub, repository, quantization)
+            found = _cached_gguf(hub, repository, quantization)
         except CheckpointError as unsuitable:
             raise CheckpointError(f"{unsuitable}; that is its cache, as the hub is out of reach") from error
         except (OSError, ValueError):
             raise error from None
+        _stands_in(f"{repository}:{quantization}")
+        return found
     parts = [hub.hf_hub_download(repository, file) for file in choose(repository, quantization, files)]
     return Path(parts[0])
 

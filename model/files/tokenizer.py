@@ -250,12 +250,24 @@ class _BytesTokenizer(ABC):
 
     @functools.cached_property
     def delimiters(self) -> frozenset[str]:
-        """Those, and others that the template itself writes: what nobody but the assistant may write.
-
-        Its own earlier answers hold some, such as <think>, and templates look for them.
-        """
+        """Those, and others that the template itself writes: what nobody but the assistant may write."""
         template = self.notes.template or ""
         return self.ends | {text for text in self.whole if text in template and not text.isspace()}
+
+    @functools.cached_property
+    def turns(self) -> frozenset[str]:
+        """What the assistant may not write either: of delimiters the ends, and what parts the turns of others.
+
+        Its own earlier answers hold the rest, such as <think>, and templates look for them. A template that refuses
+        a user's message alone does not say which it needs: all are taken.
+        """
+        if self._template is None or self.delimiters == self.ends:
+            return self.ends
+        try:
+            text = _render(self.notes, self._template, [{"role": "user", "content": "a"}], asks=False)
+        except CheckpointError:
+            return self.delimiters
+        return self.ends | {delimiter for delimiter in self.delimiters if delimiter in text}
 
     @functools.cached_property
     def starts_with_space(self) -> bool:
@@ -317,7 +329,7 @@ class _BytesTokenizer(ABC):
         if mark is None:
             raise ValueError("messages hold all of U+FDD0 to U+FDEF, of which none is a character")
         for i, message in enumerate(conversation if not parse_special else ()):
-            delimiters = self.ends if message["role"] == "assistant" else self.delimiters
+            delimiters = self.turns if message["role"] == "assistant" else self.delimiters
             if not delimiters:
                 continue
             found = re.compile(f"(?={'|'.join(map(re.escape, delimiters))})")  # overlapping ones, too
@@ -351,7 +363,7 @@ def _refuse_surrogates(text: str) -> None:
         raise ValueError(f"character {error.start:,} of the text is {half}, half a character: not UTF-8") from None
 
 
-def _render(notes: _Notes, template: Template | None, conversation: list[dict[str, str]]) -> str:
+def _render(notes: _Notes, template: Template | None, conversation: list[dict[str, str]], *, asks: bool = True) -> str:
     """The text of a conversation by the folder's own template, which is untrusted; CheckpointError if it gives none."""
     if notes.template is None or template is None:
         raise CheckpointError(f"{notes.folder} has no chat template, so its model continues plain text only")
@@ -362,7 +374,7 @@ def _render(notes: _Notes, template: Template | None, conversation: list[dict[st
             f"the chat template of {notes.folder} has {len(notes.template):,} characters, over {MOST_OF_A_TEMPLATE:,}"
         )
     try:
-        return template.render(conversation)
+        return template.render(conversation, asks=asks)
     except TemplateError as error:
         raise CheckpointError(
             f"the chat template of {notes.folder} refuses these messages: {first_line(error)}"
@@ -642,6 +654,9 @@ _SPLITS = {  # how each pre-tokenizer cuts a text into words: each pattern cuts 
 }
 _SPLITS |= dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe"), _SPLITS["llama-bpe"])
 _SPLITS["deepseek-r1-qwen"] = _SPLITS["qwen2"]
+_SPLITS |= dict.fromkeys(
+    ("starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), _SPLITS["smollm"]
+)
 # those that take a word whole that is a token, and put BOS before a text
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"}
 
@@ -694,6 +709,8 @@ class _Vocabulary:
         if len(set(texts)) != n:
             twice = Counter(texts).most_common(1)[0][0]
             raise CheckpointError(f"{header.path}: tokenizer.ggml.tokens has {twice[:60]!r} more than once")
+        ends = header.ends_by_text()
+        kinds = [_CONTROL if i in ends else kind for i, kind in enumerate(kinds)]
         unsaid = {"bos": 1, "eos": 2, "unknown": 0} if is_llama else {}
         names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
         ids = {name: header.token(f"tokenizer.ggml.{name}_token_id", unsaid.get(name)) for name in names}

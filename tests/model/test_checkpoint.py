@@ -8,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -444,15 +443,17 @@ def test_a_local_folder_is_found_before_the_hub_or_what_is_missing_is_said(tmp_p
 
 
 def test_the_hub_gives_pickles_only_without_safetensors_or_one_sentence(tmp_path: Path, monkeypatch: Patch) -> None:
-    asked: list[str] = []
+    asked, errors = list[str](), pytest.importorskip("huggingface_hub.errors")
+    error, listed = errors.LocalEntryNotFoundError("no network\nmore"), [SimpleNamespace(path="chat_template.jinja")]
 
     def download(name: str, allow_patterns: list[str]) -> str:
         asked.extend(allow_patterns)
         if name == "owner/none":
-            raise OSError("no network\nand more lines")
+            raise error
         return str(tmp_path)
 
     hub = SimpleNamespace(snapshot_download=download, try_to_load_from_cache=lambda *_: str(tmp_path / "config.json"))
+    hub.errors, hub.get_cached_repo_tree = errors, lambda _: listed
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     save(tmp_path)
     assert models.resolve_model("owner/name") == tmp_path
@@ -465,10 +466,13 @@ def test_the_hub_gives_pickles_only_without_safetensors_or_one_sentence(tmp_path
         with pytest.raises(CheckpointError, match=said):
             models.resolve_model(name)
     assert models.find_downloaded("a" * 256 + "/b") is None
-    for file, whole in (("tokenizer.json", False), ("model.safetensors", True)):  # what else it asks for is not needed
+    for file in ("tokenizer.json", "model.safetensors", "chat_template.jinja"):  # what else it asks for is not needed
         (tmp_path / file).touch()
-        with nullcontext() if whole else pytest.raises(CheckpointError, match="hub did not provide it: no network"):
+        with pytest.warns(match="of reach") if file == listed[0].path else pytest.raises(ValueError, match="no net"):
             assert models.resolve_model("owner/none") == tmp_path
+    error.__cause__ = errors.GatedRepoError("gated", response=SimpleNamespace(status_code=403, headers={}, request=0))
+    with pytest.raises(CheckpointError, match="hub did not provide it: gated"):
+        models.resolve_model("owner/none")
 
 
 GGUF_FILES = (
@@ -497,7 +501,7 @@ def test_what_is_behind_a_colon_is_a_gguf_file_of_hub_or_cache(asked: str, tmp_p
 
     fetched: list[str] = []
     hub = SimpleNamespace(hf_hub_download=download, list_repo_files=lambda repository: GGUF_FILES)
-    hub.snapshot_download = lambda *_, **__: str(tmp_path)  # the cache
+    hub.snapshot_download, hub.errors = lambda *_, **__: str(tmp_path), pytest.importorskip("huggingface_hub.errors")
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     for file in GGUF_FILES:
         (tmp_path / file).parent.mkdir(exist_ok=True)

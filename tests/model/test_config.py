@@ -31,6 +31,7 @@ LONG_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"original_max_position_embeddings": None}, "original_max_position_embeddings is None, but"),
     ({"long_factor": [1.0, -1.0]}, "rope_scaling: long_factor is [1.0, -1.0], but it must be a list of positive"),
     ({"long_factor": [1.0] * 7}, "rope scaling must have 8 factors, one per pair, got"),
+    ({"short_mscale": 1.1547005383792515, "long_mscale": 1.0}, "long_mscale is 1.0, but it must be absent or 1.1547"),
 ]
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
 MIXED, SLIDING = ["full_attention", "sliding_attention"], QWEN3 | {"use_sliding_window": True}

@@ -114,6 +114,8 @@ def test_rotary_scaling_is_read_from_factors_and_from_fields(rope: str, tmp_path
         tensors = {"rope_freqs.weight": (factors, Kind.F32)}
     path = write_gguf(tmp_path / "model.gguf", theirs, fields=fields, tensors=tensors)
     assert_same_logits(path, theirs, torch.randint(0, 160, (2, 300)))
+    if rope == "longrope" and (found := read_config(path).rope_scaling):
+        assert [found.factors, found.long_factors] == [pytest.approx(LONGROPE[f"{x}_factor"]) for x in lists[::-1]]
 
 
 def test_factors_and_a_linear_scaling_multiply(made: Make) -> None:
@@ -262,10 +264,13 @@ def test_eos_ids_are_all_that_end_a_text(made: Make) -> None:
     ids = {"eos": 7, "eot": 9, "eom": 7, "bos": 3}
     config = read_config(made(how={"fields": {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}}))
     assert config.eos_ids == (7, 9) and config.bos_id == 3
-    # whatever the header names, as in llama.cpp: Llama 3 Instruct of spring 2024, a finetune of Qwen2.5's base
-    for ends in (["<|end_of_text|>", "<|eot_id|>"], ["<|endoftext|>", "<|im_end|>"]):
-        fields = {"tokenizer.ggml.tokens": [*map(str, range(158)), *ends], "tokenizer.ggml.eos_token_id": 158}
-        assert read_config(made(how={"fields": fields})).eos_ids == (158, 159)
+    # whatever the header names, as in llama.cpp (a finetune of Qwen2.5's base), but for two beside others
+    for texts, *found in (
+        ("x <REPO> <|im_end|>", 158, 159), ("<|end|> <|call|> x", 157, 158), ("</s> <eos> <|tool_response>", 158, 159),
+        *((f"<|end|> {two}", 158, 159) for two in ("<|call|> <|return|>", "<|calls|> <|flush|>")),
+    ):  # fmt: skip
+        fields = {"tokenizer.ggml.tokens": [*map(str, range(157)), *texts.split()], "tokenizer.ggml.model": "llama"}
+        assert read_config(made(how={"fields": fields})).eos_ids == (2, *found)  # Llama 2's comes first
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -305,6 +310,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({".rope.scaling.factor": "4"}, "rope.scaling.factor is '4', but it must be a"),
     ({".rope.scaling.type": "longrope", ".rope.scaling.attn_factor": 1.19}, "has no tensor rope_factors_short.weight"),
     ({".rope.scaling.type": "longrope", ".rope.scaling.factor": 2.0}, "factor is 2.0, but it must be absent or 1"),
+    ({".rope.scaling.type": "longrope", ".rope.scale_linear": 2.0}, "scale_linear is 2.0, but it must be absent or 1"),
     ({".rope.scaling.attn_factor": 1.19}, "attn_factor is 1.1\\d+, but it must be abs"),
     ({".rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor is 1.0, but it must be absent or"),
     ({".rope.scaling.alpha": 1000.0}, "rope.scaling.alpha is 1000.0, but it must be absent or 0.0"),

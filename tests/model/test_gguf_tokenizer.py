@@ -77,6 +77,7 @@ def test_byte_pairs_have_llama_cpps_ids_for_every_way_to_cut(cut: str | None, tm
 
 @pytest.mark.parametrize(("cut", "alike"), [
     ("deepseek-r1-qwen", "qwen2"), ("tekken", "qwen2"),  # of these texts
+    *((name, "smollm") for name in ("refact", "starcoder", "command-r", "codeshell", "exaone", "minerva-7b")),
     *((name, "llama-bpe") for name in ("llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe")),
 ])  # fmt: skip
 def test_other_names_cut_as_llama_cpp_has_them_cut(cut: str, alike: str, tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_a_text_begins_with_bos_if_file_or_kind_says_so(kind: str, changes: Any,
     tokenizer, bos = load(write(tmp_path / "model.gguf", kind, **changes)), len(FOUND[kind]["tokens"]) - 5
     assert tokenizer.bos_id == (bos if begins else None)
     assert tokenizer.encode("Hello") == [bos] * begins + tokenizer.encode("Hello", bos=False)
-    assert tokenizer.eos_ids == (bos + 1,)
+    assert tokenizer.eos_ids == ((bos + 1,) if kind == "byte pairs" else (bos + 1, 2))  # </s>, whatever is named
     assert tokenizer.token_bytes(bos) == tokenizer.token_bytes(10**6) == b""
 
 
@@ -208,4 +209,4 @@ def test_smollm2_has_the_ids_of_its_published_tokenizer_and_chats() -> None:
         assert tokenizer.encode(text) == theirs(text).input_ids, text
     messages = [{"role": "user", "content": "Which fox?"}]
     assert tokenizer.chat(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert (tokenizer.bos_id, tokenizer.eos_ids) == (None, (2,))
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (None, (2, 0, 4))

@@ -174,7 +174,8 @@ def test_longrope_has_the_factors_of_an_engines_longest_text_in_drafts_too() -> 
     one, other, third = (tiny_model(config) for _ in range(3))
     with pytest.warns(UserWarning, match="max_seq_len 512 is over the 300 tokens up to which longrope has"):
         tiny_engine(DraftConfig(policy="standalone", draft_model="given"), third, model=one)
+    held, _ = one.rope_freqs, tiny_engine(model=one)
     tiny_engine(model=other, max_seq_len=300)
-    assert (one.reads_long, third.reads_long, other.reads_long) == (True, True, False)
+    assert (one.reads_long, third.reads_long, other.reads_long, one.rope_freqs is held) == (True, True, False, True)
     with pytest.raises(ValueError, match=r"max_seq_len 512 needs other factors .* up to 300 tokens: load it again"):
         tiny_engine(model=other)
