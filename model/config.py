@@ -430,7 +430,7 @@ class Fields:
             self.only("use_sliding_window", False)
         used = self.flag("use_sliding_window") if family in _QWEN else family != "LlamaForCausalLM"
         window = self.whole("sliding_window") if used and self.raw["sliding_window"] is not None else None
-        if not kinds:
+        if kinds is None:
             first = self.whole("max_window_layers", 0) if window is not None and family in _QWEN else 0
             return (None, ()) if window is None or first >= n else (window, tuple(range(first)))
         known = (FULL,) if window is None else (SLIDING,) if family == "MistralForCausalLM" else (FULL, SLIDING)

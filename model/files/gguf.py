@@ -398,10 +398,8 @@ class Header(Fields):
         scaling = self._rope_scaling(head_dim)
         stated = fields.whole("context_length")
         positions = scaling.reach(stated) if scaling else stated
-        if (
-            fields.raw.get("attention.sliding_window")
-            and (window := fields.whole("attention.sliding_window")) < positions
-        ):
+        window = fields.whole("attention.sliding_window", 0) if "attention.sliding_window" in fields.raw else 0
+        if 0 < window < positions:
             # whoever trained it meant one, and llama.cpp, for which the file is, reads none in these architectures
             said = f"texts end where it does, at {window:,}: past it llama.cpp and the model's authors differ"
             say(self.path, ["attention.sliding_window"], said)

@@ -305,6 +305,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({".feed_forward_length": 96}, r"has shape \[128, 96\], but the header asks for \[96, 96\]"),
     ({".context_length": "long"}, "context_length is 'long'"),
     ({".attention.sliding_window": "x"}, "attention.sliding_window is 'x'"),
+    ({".attention.sliding_window": False}, "attention.sliding_window is False"),
     ({".rope.dimension_count": 8}, "rope.dimension_count is 8, but it must be the size of a head"),
     ({".attention.value_length": 8}, "attention.value_length is 8"),
     ({".rope.scaling.factor": "4"}, "rope.scaling.factor is '4', but it must be a"),
