@@ -181,7 +181,7 @@ class Service:
         with self._changed:
             if one in self._inbox:
                 self._inbox.remove(one)
-                one.put(_never_begun(one.index))
+                one.put(never_begun(one.index, "cancelled"))
             for index, other in self._at_work.items():
                 if other is one and (engine := self._engine()):
                     engine.schedule.cancel(index)
@@ -270,10 +270,10 @@ class Service:
             one.put(error)
 
 
-def _never_begun(index: int) -> TokenEvent:
-    """The only event of a request that was cancelled while it waited."""
+def never_begun(index: int, finish_reason: str) -> TokenEvent:
+    """The only event of a request that ended before it began."""
     stats = CompletionStats(rounds=0, emitted=0, drafted_by_position=(), accepted_by_position=())
-    completion = Completion(index=index, tokens=[], text="", finish_reason="cancelled", stats=stats)
+    completion = Completion(index=index, tokens=[], text="", finish_reason=finish_reason, stats=stats)
     return TokenEvent(
         index=index, tokens=[], text="", pieces=[], sources=[], drafted=0, accepted=0, completion=completion
     )
