@@ -82,17 +82,13 @@ def test_scores_have_their_turn_between_submissions_and_all_get_what_they_get_al
 def test_a_score_waits_for_what_has_begun_and_not_for_what_is_submitted_meanwhile() -> None:
     one, begun, go, waiting = an_engine(), threading.Event(), threading.Event(), list[int]()
 
-    def slow(ids: Any, logits: Any) -> Any:
-        begun.set()
-        return logits if go.wait(60) else None
-
     def scored(what: str, *_: int) -> None:
         waiting.append(len(one._service._inbox))
-        if what == "score":  # whose thread has the engine
-            with pytest.raises(RuntimeError, match="still streaming"):
-                one.score([PROMPTS[1]])
+        with pytest.raises(RuntimeError, match="still streaming"):  # its thread has the engine
+            one.score([PROMPTS[1]])
 
-    requests = [one.submit(PROMPTS[1], SamplingParams(max_tokens=2, processor=slow))]
+    slow = SamplingParams(max_tokens=2, processor=lambda _, logits: logits if begun.set() or go.wait(60) else None)
+    requests = [one.submit(PROMPTS[1], slow)]
     assert begun.wait(60)
     with ThreadPoolExecutor(1) as user:
         score = user.submit(one.score, [PROMPTS[1]])

@@ -170,26 +170,18 @@ def test_prompts_are_echoed_with_the_logprobs_that_they_have_as_lm_eval_reads_th
 
 def test_tokens_that_are_no_text_have_names_of_their_own_and_of_two_of_one_name_the_likelier_has_it() -> None:
     logprobs = [TokenLogprobs(-5.0, ((233, -0.1),)), TokenLogprobs(-7.0, ((65, -0.5),)), TokenLogprobs(0.0)]
-    one = Completion(index=0, tokens=[198, 97, 256], text="", finish_reason="stop", stats=None, logprobs=logprobs)  # type: ignore[arg-type]
-    tokenizer = ByteTokenizer()
-    tokenizer.token_bytes = lambda token: bytes([token]).lower() if token < 256 else b""  # type: ignore[method-assign]
-    found = records.logprobs_of(tokenizer, one, records.Offsets(tokenizer))["top_logprobs"]
+    one = Completion(index=0, tokens=[198, 97, 256], text="", finish_reason="", stats=None, logprobs=logprobs)  # type: ignore[arg-type]
+    tokens = ByteTokenizer()
+    tokens.token_bytes = lambda token: bytes([token]).lower() if token < 256 else b""  # type: ignore[method-assign]
+    found = records.logprobs_of(tokens, one, records.Offsets(tokens))["top_logprobs"]
     assert found == [{"bytes:\\xc6": -5.0, "bytes:\\xe9": -0.1}, {"a": -0.5}, {"token_id:256": 0.0}]
 
 
-def test_an_echo_keeps_its_place_until_it_ends_soon_after_its_client_has_left_or_the_server_ends(
-    monkeypatch: Patch,
-) -> None:
+def test_an_echo_keeps_its_place_until_it_ends_soon_after_its_client_has_left_or_the_server_ends() -> None:
+    how: dict[str, Any] = GREEDY | {"max_tokens": 0, "logprobs": 0, "echo": True, "prompt": ["ab"] * 40}
     with tiny(grace=0.0) as one, ThreadPoolExecutor(1) as user:
         told, go, tell = list[int](), threading.Event(), one.engine.schedule.tell
-
-        def slow(what: str, done: int, n: int) -> None:
-            tell(what, done, n)
-            told.append(done)
-            assert go.wait(60)
-
-        monkeypatch.setattr(one.engine.schedule, "tell", slow)
-        how: dict[str, Any] = GREEDY | {"max_tokens": 0, "logprobs": 0, "echo": True, "prompt": ["ab"] * 40}
+        one.engine.schedule.tell = lambda *at: (tell(*at), told.append(at[1]), go.wait(60))  # type: ignore
         with pytest.raises(openai.APITimeoutError):
             client_of(one.url, timeout=1.0).completions.create(**how)
         one.until(idle=0, queue=39)
