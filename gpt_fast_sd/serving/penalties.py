@@ -30,6 +30,7 @@ class Penalties:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[Any, float] = field(default_factory=dict, hash=False)
     n_prompt: int | None = None
+    _held: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in self.NAMES[:2]:
@@ -59,8 +60,11 @@ class Penalties:
             raise ValueError("Penalties count what follows a prompt: another processor must give them n_prompt")
         counts = ids[0, self.n_prompt :].bincount(minlength=logits.shape[-1])  # [V]
         logits = logits - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
-        bias = torch.tensor(list(self.logit_bias.values()), dtype=logits.dtype, device=logits.device)
-        logits[0, list(self.logit_bias)] += bias
+        if (on := logits.device) not in self._held:  # once, as this is called for each place of each round
+            values = torch.tensor(list(self.logit_bias.values()), dtype=logits.dtype, device=on)
+            self._held[on] = torch.tensor(list(self.logit_bias), dtype=torch.int64, device=on), values
+        biased, bias = self._held[on]
+        logits[0, biased] += bias
         return logits
 
 

@@ -17,7 +17,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 def config_of_loaded(theirs: Any) -> ModelConfig:
-    """The shape of a model of transformers; ValueError for a class, or a value in its config, that is not computed."""
+    """The shape of a model of transformers; ValueError unless it has plain weights, and all of it is computed here."""
     kind, module = type(theirs).__name__, type(theirs).__module__
     if kind not in FAMILIES or not module.startswith("transformers."):
         said = f"a model must be transformers' {', '.join(FAMILIES)}, got {kind}"
@@ -26,44 +26,45 @@ def config_of_loaded(theirs: Any) -> ModelConfig:
     if raw.get("quantization_config") is not None:
         raise ValueError(f"this {kind} is quantized by transformers: load it without, and let EngineConfig quantize it")
     raw |= {"architectures": [kind]}
-    return config_of(raw, ends.to_dict() if ends else {}, f"this {kind}'s config", "its generation_config")
+    config = config_of(raw, ends.to_dict() if ends else {}, f"this {kind}'s config", "its generation_config")
+    _require_plain(dict(theirs.named_parameters()), config)
+    return config
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def share_model(theirs: nn.Module, config: ModelConfig, *, copy: bool = False) -> Transformer:
-    """Our form of a transformers model, on its device and in its dtype; ValueError unless it has plain weights.
+    """Our form of a transformers model, on its device and in its dtype; config: what `config_of_loaded` says of it.
 
     Embeddings, norms, o_proj, down_proj and lm_head are the same memory. Rows of gate_proj and up_proj take turns in
-    one matrix of ours, of which theirs become views; so do q_proj, k_proj and v_proj of a model with one kv head, of
-    others they are copied. transformers computes the same with such views, and cannot save them.
+    one matrix of ours, of which theirs become views: transformers computes the same with them, and cannot save them.
+    q_proj, k_proj and v_proj are copied, as an engine may rescale keys.
     copy: share nothing, and leave theirs as it is.
     """
     held = dict(theirs.named_parameters())
-    _require_plain(held, config)
-    first = held["model.embed_tokens.weight"]
     with torch.device("meta"):
         model = Transformer(config)
     for name, layout in name_table(config).items():
         place, _, kind = name.rpartition(".")
-        parameter = nn.Parameter(_laid_out([held[stored] for stored, *_ in layout], layout, copy), requires_grad=False)
-        setattr(model.get_submodule(place), kind, parameter)
+        ours = _laid_out([held[stored] for stored, *_ in layout], layout, copy or place.endswith("wqkv"))
+        setattr(model.get_submodule(place), kind, nn.Parameter(ours, requires_grad=False))
     if config.tie_embeddings:
         model.output.weight = model.embedding.weight
-    model.rope_freqs = rope_frequencies(config).to(first.device)
+    model.rope_freqs = rope_frequencies(config).to(held["model.embed_tokens.weight"].device)
     return model.eval()
 
 
-@torch.no_grad()
 def _laid_out(parts: list[nn.Parameter], layout: Layout, copy: bool) -> Tensor:
-    """Our tensor of these parameters, which unless it is a copy become views of it, where a matrix can be."""
+    """Our tensor of these parameters, which unless it is a copy become views of it."""
     if len(parts) == 1:
         return parts[0].data.clone() if copy else parts[0].data
     ours = torch.cat([part.data for part in parts])  # for its shape
-    for part, place in zip(parts, units_of(ours, layout), strict=True):
+    places = units_of(ours, layout)
+    for part, place in zip(parts, places, strict=True):
         place.copy_(part.data.unflatten(0, place.shape[:2]))
-    for part, place in zip(parts, units_of(ours, layout), strict=True):
-        view = place.flatten(0, 1)  # or a copy
-        if view.untyped_storage().data_ptr() == ours.untyped_storage().data_ptr() and not copy:
-            part.data = view
+    for part, place in zip(parts, places, strict=True):
+        if not copy:
+            part.data = place.flatten(0, 1)
     return ours
 
 

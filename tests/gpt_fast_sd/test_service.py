@@ -79,6 +79,29 @@ def test_scores_have_their_turn_between_submissions_and_all_get_what_they_get_al
     assert [request.result().tokens for request in requests][:4] == [whole.tokens] * 4
 
 
+def test_a_score_waits_for_what_has_begun_and_not_for_what_is_submitted_meanwhile() -> None:
+    one, begun, go, waiting = an_engine(), threading.Event(), threading.Event(), list[int]()
+
+    def scored(what: str, *_: int) -> None:
+        waiting.append(len(one._service._inbox))
+        with pytest.raises(RuntimeError, match="still streaming"):  # its thread has the engine
+            one.score([PROMPTS[1]])
+
+    slow = SamplingParams(max_tokens=2, processor=lambda _, logits: logits if begun.set() or go.wait(60) else None)
+    requests = [one.submit(PROMPTS[1], slow)]
+    assert begun.wait(60)
+    with ThreadPoolExecutor(1) as user:
+        score = user.submit(one.score, [PROMPTS[1]])
+        while len(one._service._turns) < 2:
+            time.sleep(0.01)
+        requests += [one.submit([i], PARAMS[0]) for i in range(1, 30)]
+        one.on_progress = scored
+        go.set()
+        assert score.result()
+    one.on_progress = None
+    assert waiting[:2] == [29, 29] and all(request.result().tokens for request in requests)
+
+
 def test_closing_ends_what_threads_have_at_work() -> None:
     with an_engine() as one:
         requests = [one.submit(prompt, LONG) for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[3])]
