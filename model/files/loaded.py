@@ -28,6 +28,7 @@ def config_of_loaded(theirs: Any) -> ModelConfig:
     raw |= {"architectures": [kind]}
     config = config_of(raw, ends.to_dict() if ends else {}, f"this {kind}'s config", "its generation_config")
     _require_plain(dict(theirs.named_parameters()), config)
+    _require_unchanged(theirs, config)
     return config
 
 
@@ -42,6 +43,8 @@ def share_model(theirs: nn.Module, config: ModelConfig, *, copy: bool = False) -
     copy: share nothing, and leave theirs as it is.
     """
     held = dict(theirs.named_parameters())
+    if not copy and any(weight.is_inference() for weight in held.values()):
+        raise ValueError("this model was made under torch.inference_mode, and cannot be shared: say share=False")
     with torch.device("meta"):
         model = Transformer(config)
     for name, layout in name_table(config).items():
@@ -76,10 +79,34 @@ def _require_plain(held: dict[str, nn.Parameter], config: ModelConfig) -> None:
         raise ValueError(f"this model {what} the parameter {other[0]}: it was changed since its class made it")
     first = held["model.embed_tokens.weight"]
     for name, weight in held.items():
+        if weight.is_meta:
+            raise ValueError(f"{name} has no weights yet (meta)")
+        if weight.dtype == torch.float64:
+            raise ValueError(f"{name} is float64, and float64 is not run: fp32, bf16 or fp16")
         if type(weight.data) is not Tensor or weight.dtype not in DTYPES:
             raise ValueError(f"{name} is quantized ({type(weight.data).__name__}, {weight.dtype}): load it plain")
-        if weight.is_meta or (weight.device, weight.dtype) != (first.device, first.dtype):
+        if (weight.device, weight.dtype) != (first.device, first.dtype):
             said = f"{name} is {weight.dtype} on {weight.device}, the embedding {first.dtype} on {first.device}"
             raise ValueError(f"{said}: one dtype and one device hold all of a model")
         if tuple(weight.shape) != shapes[name]:
             raise ValueError(f"{name} has shape {list(weight.shape)}, the config says {list(shapes[name])}")
+
+
+def _require_unchanged(theirs: Any, config: ModelConfig) -> None:
+    """ValueError if modules of such a model compute something else than its class does by this config."""
+    for name, module in theirs.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        # its own hand hidden states out, and change none
+        if not all(str(getattr(hook, "__module__", None)).startswith("transformers.") for hook in hooks):
+            raise ValueError(f"{name or 'this model'} has a forward hook, which would not run: remove it")
+        act = getattr(module, "act_fn", None)
+        if act is not None and not isinstance(act, nn.SiLU) and type(act).__name__ != "SiLUActivation":
+            raise ValueError(f"{name}.act_fn is {type(act).__name__}, and only SiLU is computed")
+    kind, rope = config.rope_scaling and config.rope_scaling.kind, theirs.model.rotary_emb
+    # those of two kinds go by the last text, and begin with a short one's
+    found = (rope.original_inv_freq if kind in ("dynamic", "longrope") else rope.inv_freq).cpu()
+    expected, limits = rope_frequencies(config, 1).to(found.dtype), torch.finfo(found.dtype)  # rounded, as by to(dtype)
+    if found.shape != expected.shape or not torch.allclose(
+        found.double(), expected.double(), rtol=max(1e-6, limits.eps), atol=limits.smallest_normal * limits.eps
+    ):
+        raise ValueError("model.rotary_emb.inv_freq is not what the config gives: one of them was changed")

@@ -355,11 +355,19 @@ def test_what_an_engine_holds_beside_a_model_of_transformers_is_planned_for(how:
 def test_what_is_no_plain_model_of_transformers_is_refused_and_is_as_it_was(tmp_path: Path) -> None:
     peft = type("PeftModelForCausalLM", (), {"__module__": "peft.peft_model"})()
     whole = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
+    with torch.inference_mode():
+        norm = torch.nn.RMSNorm(64).requires_grad_(False)
     changes: list[tuple[Callable[[Any], object], dict[str, Any], str]] = [
         (lambda m: setattr(m.config, "quantization_config", {"bits": 4}), {}, "quantized by transformers"),
         (lambda m: setattr(m.model.layers[0].self_attn.q_proj, "weight", whole), {}, "is quantized"),
         (lambda m: setattr(m.lm_head, "bias", torch.nn.Parameter(torch.zeros(131))), {}, "has the parameter"),
-        (lambda m: m.model.norm.to("meta"), {}, "norm.weight is torch.float32 on meta, the embedding"),
+        (lambda m: m.model.norm.to("meta"), {}, r"norm.weight has no weights yet \(meta\)"),
+        (lambda m: setattr(m.model.norm, "weight", norm.weight), {}, "inference_mode, and .*: say share=False"),
+        (lambda m: m.model.norm.double(), {}, "norm.weight is float64, and float64 is not run: fp32, bf16 or fp16"),
+        (lambda m: setattr(m.model.layers[0].mlp, "act_fn", torch.nn.GELU()), {}, "act_fn is GELU, and only SiLU"),
+        (lambda m: m.model.layers[1].mlp.gate_proj.register_forward_hook(print), {}, "1.mlp.gate_proj has a forward h"),
+        (lambda m: m.register_forward_pre_hook(print), {}, "this model has a forward hook"),
+        (lambda m: setattr(m.config, "rope_parameters", {"rope_type": "default", "rope_theta": 7e3}), {}, "inv_freq"),
         (lambda m: 0, {"dtype": "bf16"}, "dtype 'bf16' was requested, and the model is in fp32"),
         (lambda m: 0, {"max_seq_len": 300}, "max_seq_len 300 is over the model's 256 positions"),
         (lambda m: 0, {"quantize": "float8"}, "float8"),
