@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ def test_processors_of_transformers_give_what_its_generate_gives(tmp_path: Path)
 
 PENALIZED: list[dict[str, Any]] = [
     {"presence_penalty": 0.9, "frequency_penalty": 0.4}, {"frequency_penalty": -1.5, "logit_bias": {"7": 4, 9: -100}},
-    {"presence_penalty": 2, "logit_bias": {65: 99}}, {"presence_penalty": -2},
+    {"presence_penalty": np.float32(2), "logit_bias": {np.int64(65): np.int8(99)}}, {"presence_penalty": -2},
 ]  # fmt: skip
 
 
@@ -121,6 +122,9 @@ def test_penalties_and_biases_are_those_of_a_slow_loop(how: str) -> None:
             text.append(max(range(258), key=logits.__getitem__))
         expected.append(text[len(prompt) :])
     params = [SamplingParams(max_tokens=20, ignore_eos=True, processor=Penalties(**each)) for each in PENALIZED]
+    for n in (-1, 1.0, True):
+        with pytest.raises(ValueError, match="n_prompt must be a whole number of at least 0"):
+            Penalties(n_prompt=n)  # type: ignore[arg-type]
     one = tiny_engine(draft_of("off" if how == "plain" else "full"), compile=how == "compiled")
     one.schedule.rounds.capture = capture if how == "captured" else None
     assert [c.tokens for c in one.generate(prompts, params)] == expected
