@@ -54,13 +54,13 @@ class Asked:
             raise Refused(f"there is no such model here, but {model!r}", "model", "model_not_found", 404)
         self.max_tokens = record.get("max_completion_tokens", record.get("max_tokens"))
         n, wanted = record.get("n", 1), None if record.get("logprobs") is False else record.get("logprobs")
-        both = "max_tokens" in record and "max_completion_tokens" in record
+        best, both = record.get("best_of", n), "max_tokens" in record and "max_completion_tokens" in record
         for said, wrong in {
             f"{prompt} is missing": prompt not in record,
             "max_tokens and max_completion_tokens mean the same: give one of them": both,
             "top_logprobs needs logprobs true": chat and record.get("top_logprobs") and not wanted,
             "echo is of completions alone": chat and record.get("echo"),
-            f"best_of must be n, or left out, got {record.get('best_of')!r:.80}": record.get("best_of", n) != n,
+            f"best_of must be n, or left out, got {best!r:.80}": (type(best), best) != (type(n), n),
         }.items():
             if wrong:
                 raise Refused(said, said.split()[0])

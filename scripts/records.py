@@ -39,7 +39,7 @@ class Encoder:
 
     def text(self, text: str, where: str) -> list[int]:
         """A text as it is, or as a user message."""
-        if not text.strip():
+        if not text:
             raise ValueError(f"{where} is empty: give it some text to continue")
         if self.tokenizer is None:
             raise ValueError(f"{where} is text, but this model has no tokenizer: give token ids")

@@ -245,8 +245,8 @@ def test_of_a_crowd_of_whom_half_leave_all_others_are_answered_and_all_slots_are
 
 
 FIELDS: dict[str, list[Any]] = {  # values that are refused by the field's name
-    "n": [0, 1.5, True], "best_of": [2], "logprobs": [21, True], "echo": ["yes"], "presence_penalty": ["a", 3],
-    "tools": [[{}]], "logit_bias": [{"5": "1"}, {"-1": 1}, [1], {"99999": 1}], "stream": ["yes"],
+    "n": [0, 1.5, True], "best_of": [2, 1.0], "logprobs": [21, True], "echo": ["yes"], "presence_penalty": ["a", 3],
+    "tools": [[{}]], "logit_bias": [{"5": "1"}, {"5": 1, "05": 2}, {"-1": 1}, [1], {"99999": 1}], "stream": ["yes"],
     "response_format": [{"type": "json_object"}], "stream_options": [{"include": 1}],
     "temperature": ["hot", True], "top_p": [0], "top_k": [1.5], "min_p": [2], "seed": [-1],
     "stop_token_ids": [[99999]], "stop": [[1], ["a"] * 65, "a" * 1001], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
