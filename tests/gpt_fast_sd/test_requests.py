@@ -117,8 +117,7 @@ def test_what_a_decoder_says_of_eos_of_its_end_and_no_decoder_at_all() -> None:
 
 @pytest.mark.parametrize(("stop", "n", "last"), [("<s>", 1, 1), (["fourth", "</s>"], 2, 2), (["<unk>", "r<s>"], 3, 0)])
 def test_a_stop_string_that_is_a_special_token_means_it(stop: str | list[str], n: int, last: int) -> None:
-    tokenizer = load_tokenizer(BUNDLED, config := read_config(BUNDLED))
-    assert tokenizer
+    tokenizer: Any = load_tokenizer(BUNDLED, config := read_config(BUNDLED))
     one = Intake(config, tokenizer, 99).one(0, [1], SamplingParams(stop=stop, ignore_eos=True, max_tokens=90))
     feed(one, [token for special in (1, 2, 0) for token in (*tokenizer.encode("four", bos=False), special)])
     assert (one.text, one.finish_reason, one.tokens[-1]) == (" ".join(["four"] * n), "stop", last)
