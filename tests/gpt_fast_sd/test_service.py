@@ -93,7 +93,6 @@ def test_a_score_waits_for_what_has_begun_and_not_for_what_is_submitted_meanwhil
         one.on_progress = within
         go.set()
         assert score.result()
-    one.on_progress = None
     assert waiting[:3] == [0, 29, 29] and all(request.result().tokens for request in requests)
 
 
