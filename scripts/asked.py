@@ -67,7 +67,8 @@ class Asked:
         how = {"logprobs": wanted if not (chat and wanted) else record.get("top_logprobs", 0)}
         self.echo = record.get("echo", False)
         self.ends_there = self.echo and type(self.max_tokens) is int and self.max_tokens == 0  # where the prompt does
-        how |= {} if self.max_tokens is None else {"max_tokens": 1 if self.ends_there else self.max_tokens}
+        self.max_tokens = 1 if self.ends_there else self.max_tokens  # for which there must be room
+        how |= {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         several = isinstance(record[prompt], list) and any(isinstance(one, str | list) for one in record[prompt])
         self.prompts = record[prompt] if several and not chat else [record[prompt]]  # of a chat one list of messages
         if type(n) is int and n * len(self.prompts) > most:

@@ -193,7 +193,6 @@ class Server:
             ]  # fmt: skip
             longest = max((len(prompt) for prompt in prompts if isinstance(prompt, list)), default=0)
             wanted = asked.max_tokens or max(1, min(limit - longest, limit if asked.chat else 16))
-            wanted = 1 if asked.ends_there else wanted
             if longest + wanted > limit:
                 said = f"{longest:,} tokens of {name} and max_tokens {wanted:,} are over the {limit:,} of a slot"
                 raise Refused(said, name, "context_length_exceeded")
