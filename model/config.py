@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeGuard
 
 from .files.fields import COMPUTES, YARN_COMPUTES, not_neutral, say, unknown
-from .files.float8 import is_stored_in_float8
+from .files.float8 import block_of, is_stored_in_float8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +216,8 @@ class ModelConfig:
         for name in not_neutral(raw, COMPUTES):
             fields.refuse(name, " or ".join(map(repr, ("absent", *COMPUTES[name]))).replace("'absent'", "absent"))
         is_stored_in_float8(raw)  # refuses all else
+        for size in block_of(raw) or ():
+            Fields({"block size": size}, "quantization_config's ").whole("block size")
         window, full_layers = fields.windows(family)
 
         dim, n_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")

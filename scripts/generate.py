@@ -251,6 +251,8 @@ def read_requests(
     else:
         shown = BUNDLED / ("copybook.txt" if args.model == "smollm2" else "document.txt")
         named = [(str(path), read_text(path)) for path in args.prompt_file or [shown]]
+    if blank := next((name for name, text in named if not text.strip()), None):  # a shell's mistake, or an empty file
+        raise ValueError(f"{blank} is empty: give it some text to continue")
     prompts = [encoder.text(text, name) for name, text in named]
     if showpiece:  # as much of the document as this model has positions for
         prompts = [ids[: max(1, config.max_seq_len - room)] for ids in prompts]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from gpt_fast_sd import Completion, Engine, SamplingParams, TokenEvent
-from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer
+from gpt_fast_sd.model import CheckpointError, ModelConfig, StreamDecoder, Tokenizer
 from gpt_fast_sd.serving import Penalties
 from gpt_fast_sd.serving.logprobs import TokenLogprobs
 from inputs.prompts import read_text
@@ -39,7 +39,7 @@ class Encoder:
 
     def text(self, text: str, where: str) -> list[int]:
         """A text as it is, or as a user message."""
-        if not text.strip():
+        if not text:
             raise ValueError(f"{where} is empty: give it some text to continue")
         if self.tokenizer is None:
             raise ValueError(f"{where} is text, but this model has no tokenizer: give token ids")
@@ -146,44 +146,78 @@ def as_record(completion: Completion) -> Record:
     return {**found, "stats": completion.stats.as_dict(), **({"logprobs": each} if each else {})}
 
 
-def logprobs_of(tokenizer: Tokenizer | None, one: Completion | TokenEvent, *, chat: bool, start: int = 0) -> Any:
+class Offsets:
+    """Where in a text its tokens begin, in characters, as they come; context: tokens before it, that are no part."""
+
+    def __init__(self, tokenizer: Tokenizer | None, context: Sequence[int] = ()) -> None:
+        self._decoder, self._at = StreamDecoder(tokenizer, context) if tokenizer else None, 0
+
+    def of(self, token: int) -> int:
+        """Where the next token begins: with an unfinished character, where that does."""
+        at = self._at
+        self._at += len(self._decoder.push([token])) if self._decoder else 0
+        return at
+
+
+@functools.lru_cache(maxsize=8)
+def _written(tokenizer: Any) -> dict[int, str]:
+    """How special tokens are written."""
+    read = ((tokenizer.encode(text, bos=False), text) for text in getattr(tokenizer, "special", ()))
+    return {ids[-1]: text for ids, text in read if ids}
+
+
+def name_of(tokenizer: Any, token: int) -> str:
+    r"""A token in an answer: its text or, if it adds none, as it is written; part of a character: "bytes:\xe6"."""
+    data = tokenizer.token_bytes(token) if tokenizer else b""
+    try:
+        return data.decode() or _written(tokenizer).get(token, f"token_id:{token}")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def logprobs_of(tokenizer: Tokenizer | None, one: Completion | TokenEvent, offsets: Offsets | None) -> Any:
     """Log-probabilities of its tokens in OpenAI's form: of a chat an object each, else lists; None if there are none.
 
-    start: characters of the text's tokens before them. A token without one, which nothing precedes, has null.
+    offsets: of its text, unless it is a chat's. A token without one, which nothing precedes, has null.
     """
 
-    def data(token: int) -> bytes:
-        return tokenizer.token_bytes(token) if tokenizer else f"token_id:{token}".encode()
-
     def named(token: int, logprob: float | None) -> Record:
-        text = data(token)
-        return {"token": text.decode("utf-8", "replace"), "bytes": list(text), "logprob": logprob}
+        data = tokenizer.token_bytes(token) if tokenizer else b""
+        return {"token": name_of(tokenizer, token), "bytes": list(data), "logprob": logprob}
 
     each = [(named(token, None if one is NOTHING else one.logprob), [named(*other) for other in one.top])
             for token, one in zip(one.tokens, one.logprobs, strict=False)]  # fmt: skip
-    if chat or not each:
+    if offsets is None or not each:
         return {"content": [one | {"top_logprobs": top} for one, top in each]} if each else None
-    ends = accumulate((len(one["token"]) for one, _ in each), initial=start)
     return {
-        "text_offset": [*ends][:-1], "tokens": [one["token"] for one, _ in each],
+        "text_offset": [offsets.of(token) for token in one.tokens], "tokens": [one["token"] for one, _ in each],
         "token_logprobs": [one["logprob"] for one, _ in each],
-        "top_logprobs": [{other["token"]: other["logprob"] for other in [*reversed(top), one]}
+        # from the end, so that of tokens of one name the likeliest stays
+        "top_logprobs": [{other["token"]: other["logprob"] for other in [one, *reversed(top)]}
                          if one["logprob"] is not None else None for one, top in each],
     }  # fmt: skip
 
 
-def echo_of(engine: Engine, ids: Sequence[int], given: str | Sequence[int], top: int | None) -> TokenEvent:
-    """A prompt as if it had been emitted, with log-probabilities unless top is None; the first token has none."""
-    found = [NOTHING]
-    for scores in engine.score([ids], top=top) if top is not None and len(ids) > 1 else ():
-        best = zip(scores.best_ids.tolist(), scores.best.tolist(), strict=True)
-        likeliest = [tuple(zip(*pair, strict=True)) for pair in best]
-        found += [TokenLogprobs(*one) for one in zip(scores.logprobs.tolist(), likeliest, strict=True)]
-    shown = given if isinstance(given, str) else engine.tokenizer.decode(ids) if engine.tokenizer else ""
-    return TokenEvent(
-        index=0, tokens=[*ids], text=shown, pieces=[], sources=[], drafted=0, accepted=0,
-        logprobs=found if top is not None else [],
-    )  # fmt: skip
+def echoes_of(engine: Engine, prompts: Sequence[Sequence[int]], given: Sequence[Any], top: int | None
+) -> list[TokenEvent]:  # fmt: skip
+    """Prompts as if they had been emitted, with log-probabilities unless top is None; a first token has none.
+
+    given: of each the text, or its token ids.
+    """
+    scored = [ids for ids in prompts if len(ids) > 1] if top is not None else []
+    found, echoes = iter(engine.score(scored, top=top or 0) if scored else ()), []
+    for ids, text in zip(prompts, given, strict=True):
+        logprobs = [NOTHING] if top is not None else []
+        if top is not None and len(ids) > 1:
+            scores = next(found)
+            best = zip(scores.best_ids.tolist(), scores.best.tolist(), strict=True)
+            likeliest = [tuple(zip(*pair, strict=True)) for pair in best]
+            logprobs += [TokenLogprobs(*one) for one in zip(scores.logprobs.tolist(), likeliest, strict=True)]
+        shown = text if isinstance(text, str) else engine.tokenizer.decode(ids) if engine.tokenizer else ""
+        echoes.append(TokenEvent(
+            index=0, tokens=[*ids], text=shown, pieces=[], sources=[], drafted=0, accepted=0, logprobs=logprobs
+        ))  # fmt: skip
+    return echoes
 
 
 def joined(echo: TokenEvent, completion: Completion) -> Completion:

@@ -23,7 +23,9 @@ import json
 import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -34,8 +36,8 @@ from flags import add_engine_flags, add_flags, config_of, count, draft_of, join,
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import read_config
-from gpt_fast_sd.serving.service import Submission
-from records import LONGEST_LINE, Encoder, echo_of, joined, usage_of
+from gpt_fast_sd.serving.service import Submission, never_begun
+from records import LONGEST_LINE, Encoder, echoes_of, joined, usage_of
 
 with contextlib.suppress(ImportError):  # prepare says so
     import uvicorn
@@ -46,6 +48,11 @@ with contextlib.suppress(ImportError):  # prepare says so
 
 PROGRAM = "serve.py"
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
+
+
+def cut() -> Refused:
+    """What a client is told whose time is over."""
+    return Refused("the server is ending, and could wait no longer", code="ending", status=503)
 
 
 def answer_of(document: object, status: int = 200) -> Response:
@@ -62,13 +69,14 @@ def refused(_: Request, error: Exception) -> Response:
 
 
 class Server:
-    """Hands requests to an engine, answers them, and ends in order; all in one event loop, but for encode."""
+    """Hands requests to an engine, answers them, and ends in order; all in one event loop, but for what says so."""
 
     def __init__(self, engine: Engine, model: str, max_queue: int, grace: float) -> None:
         self.engine, self.model, self.grace = engine, model, grace
         self.encoder, self.slots = Encoder(engine.tokenizer), engine.config.batch_size
         self.most, self.unanswered = self.slots + max_queue, 0  # prompts
         self.submissions, self.ending, self.failed = set[Submission](), False, False
+        self.scoring = ThreadPoolExecutor(1, "echoes")  # which wait for the engine: others encode meanwhile
         post = [Route(f"/v1/{path}", self.post, methods=["POST"]) for path in ("completions", "chat/completions")]
         get = [Route("/v1/models", self.models), Route("/health", self.health)]
         handlers: dict[Any, Any] = dict.fromkeys((Refused, 404, 405, ClientDisconnect, Exception), refused)
@@ -129,9 +137,8 @@ class Server:
             body += part
             if len(body) > LONGEST_LINE:
                 raise Refused(f"the body has over {LONGEST_LINE:,} bytes, more than any prompt needs", status=413)
-        asked = Asked(body, self.model, self.engine.tokenizer, chat="chat" in request.url.path)
-        if asked.n > self.most:
-            raise Refused(f"{asked.n:,} completions are more than the {self.most:,} that may wait at once", "prompt")
+        given = body, self.model, self.engine.tokenizer, self.most
+        asked = await asyncio.to_thread(Asked, *given, chat="chat" in request.url.path)
         if self.ending:
             raise Refused("the server is ending", code="ending", status=503)
         if self.unanswered + asked.n > self.most:
@@ -145,14 +152,16 @@ class Server:
         async def decode() -> None:
             prompts, params = await asyncio.to_thread(self.encode, asked)
             try:
-                echoes = await asyncio.to_thread(self.echoes, asked, prompts)
-                submissions.extend(self.engine.submit(prompt, one) for prompt in prompts for one in params)
+                echoes = await self.echoes(asked, prompts) if asked.echo else []
+                if not asked.ends_there:
+                    submissions.extend(self.engine.submit(prompt, one) for prompt in prompts for one in params)
             except RuntimeError as error:
                 raise self.fail(error) from error
             self.submissions.update(submissions)
+            events = self.events(submissions, asked.n)
             if asked.stream:
-                return await stream(asked, prompts, self.events(submissions), send, echoes)
-            completions = [event.completion async for _, event in self.events(submissions) if event.completion]
+                return await stream(asked, prompts, events, send, echoes)
+            completions = [event.completion async for _, event in events if event.completion]
             whole = [joined(*pair) for pair in zip(echoes, completions, strict=True)] if echoes else completions
             choices = [asked.choice(i, one, one.finish_reason) for i, one in enumerate(whole)]
             usage = usage_of(prompts, completions)
@@ -190,22 +199,43 @@ class Server:
             params = [replace(one, max_tokens=wanted) for one in asked.params]
             self.engine.check(prompts, params[0])
         except ValueError as error:
-            raise Refused(sentence(error), "logit_bias" if "logit_bias" in str(error) else name) from None
+            names = (one for one in ("logit_bias", "stop_token_ids") if one in str(error))
+            raise Refused(sentence(error), next(names, name)) from None
+        asked.begin(prompts)
         return prompts, params
 
-    def echoes(self, asked: Asked, prompts: list[list[int]]) -> list[TokenEvent]:
-        """In any thread: the prompt of each completion, if it is echoed."""
-        top, pairs = asked.params[0].logprobs, zip(prompts, asked.prompts, strict=True)
-        found = [echo_of(self.engine, ids, given, top) for ids, given in pairs] if asked.echo else []
-        return [one for one in found for _ in asked.params]
+    async def echoes(self, asked: Asked, prompts: list[list[int]]) -> list[TokenEvent]:
+        """The prompt of each completion; where its client leaves, it ends once the text at hand is scored."""
+        left = threading.Event()
+        job = self.scoring.submit(self.scored, asked, prompts, left)
+        found = asyncio.wrap_future(job)
+        try:
+            return [one for one in await asyncio.shield(found) for _ in asked.params]
+        except asyncio.CancelledError:
+            left.set()
+            if not job.cancel():
+                await asyncio.wait([found])
+            raise
 
-    async def events(self, submissions: list[Submission]) -> AsyncIterator[tuple[int, TokenEvent]]:
-        """All events and whose they are, one submission's after another's; Refused if one is cut off."""
+    def scored(self, asked: Asked, prompts: list[list[int]], left: threading.Event) -> list[TokenEvent]:
+        """In the thread for it: the prompts with their scores, unless nobody waits for them."""
+
+        def go_on(what: str, *_: int) -> None:
+            if what == "score" and (left.is_set() or self.uvicorn.should_exit):
+                raise cut()
+
+        self.engine.on_progress = go_on  # between texts
+        return echoes_of(self.engine, prompts, asked.prompts, asked.params[0].logprobs)
+
+    async def events(self, submissions: list[Submission], n: int) -> AsyncIterator[tuple[int, TokenEvent]]:
+        """All events of n completions and whose they are, one's after another's; Refused if one is cut off."""
+        for i in range(0 if submissions else n):
+            yield i, never_begun(i, "length")
         for i, one in enumerate(submissions):
             try:
                 async for event in one:
                     if event.completion and event.completion.finish_reason == "cancelled":
-                        raise Refused("the server is ending, and could wait no longer", code="ending", status=503)
+                        raise cut()
                     yield i, event
             except Exception as error:
                 raise (error if isinstance(error, Refused) else self.fail(error)) from None

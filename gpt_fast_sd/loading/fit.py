@@ -93,7 +93,7 @@ def require_plain(model: Transformer, config: EngineConfig) -> None:
 def plan_for(system: System) -> MemoryPlan:
     """The memory plan of a rank's part on this machine; ValueError for a precision that does not run here."""
     _require_precisions(system)
-    system = replace(system, whole=whole_memory(system.device), packs=_packs(system))
+    system = replace(system, whole=whole_memory(system.device), packs=packs(system))
     if system.draft.policy != "auto":
         return MemoryPlan.of(system)
     have, precisions = free_memory(system.device), [system.draft.quantize]
@@ -161,12 +161,12 @@ def _require_precisions(system: System) -> None:
             require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)
 
 
-def _packs(system: System) -> bool:
+def packs(system: System) -> bool:
     """Whether steps read packed weights."""
     config, model = system.config, system.model
-    packs = config.compile or kernels_are_built(model.head_dim, system.dtype, model.vocab_size, system.format)
-    packs = packs and system.dtype == torch.bfloat16 and system.device.type == "cpu" and config.bodies == "fast"
+    found = config.compile or kernels_are_built(model.head_dim, system.dtype, model.vocab_size, system.format)
+    found = found and system.dtype == torch.bfloat16 and system.device.type == "cpu" and config.bodies == "fast"
     # what is not packed may have to be unpacked in every product
     if config.quantize or system.draft.quantize or system.draft.policy == "auto":
-        packs = packs and packing_builds()
-    return packs
+        found = found and packing_builds()
+    return found

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -35,13 +35,14 @@ from ..policies import registry
 from ..policies.config import DraftConfig
 from ..policies.standalone import check_draft_model
 from ..quantization.quantize import keep_float8, quantize_as_read
-from ..quantization.table import require_precision, require_sizes
+from ..quantization.table import matrices_of, require_precision, require_sizes
 from .fit import (
     check_device,
     check_kv_dtype,
     check_planes,
     check_positions,
     check_same_vocabulary,
+    packs,
     plan_for,
     require_plain,
 )
@@ -140,16 +141,25 @@ def taken(model: Any, tokenizer: Any, config: EngineConfig, draft: DraftConfig, 
     for name, asked, found in (("device", config.device, device.type), ("dtype", config.dtype, dtype_name(dtype))):
         if asked not in ("auto", found):
             raise ValueError(f"{name} {asked!r} was requested, and the model is in {found}: see its method to()")
-    if hasattr(tokenizer, "save_pretrained"):  # ours are read from files alone
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            tokenizer = load_tokenizer(Path(folder), shape)
-    draft_folder, _ = _draft_model_of(draft, tokenizer, shape, config)
+    require_kernels(device)
+    require_precision(config.quantize, device, dtype)
+    tokenizer = _tokenizer_of(tokenizer, shape)
+    draft_folder, draft_config = _draft_model_of(draft, tokenizer, shape, config)
+    parallel = Parallel(device)
+    system = System(
+        config=config, draft=draft, model=shape, draft_model=draft_config, dtype=dtype, device=device
+    ).of_rank(parallel)  # fmt: skip
+    weights = bytes_of_weights(draft_config, 1, dtype.itemsize, None, device) if draft_config else 0
+    if share and not config.quantize and not packs(system):  # else the engine has its own
+        rows, columns = matrices_of(shape, 1)["wqkv"]
+        weights += shape.n_layers * rows * columns * dtype.itemsize
+    else:
+        weights += bytes_of_weights(shape, 1, dtype.itemsize, config.quantize if share else None, device)
+    plan = plan_for(replace(system, weights=weights))
+    plan.check(free_memory(device))
     draft_model = Group().load(draft_folder, device=device, dtype=dtype) if draft_folder else None
-    parallel, shared = Parallel(device), share_model(model, shape, copy=not share)
-    plan = plan_of(shared, draft_model, config, draft, parallel)
     return Loaded(
-        model=shared,
+        model=share_model(model, shape, copy=not share),  # last: what was refused is as it was
         tokenizer=tokenizer,
         draft_model=draft_model,
         parallel=parallel,
@@ -157,6 +167,21 @@ def taken(model: Any, tokenizer: Any, config: EngineConfig, draft: DraftConfig, 
         config=config,
         draft=draft,
     )
+
+
+def _tokenizer_of(given: Any, model: ModelConfig) -> Tokenizer | None:
+    """The tokenizer that somebody gives: None, one of ours, or transformers', read as one of ours; ValueError."""
+    if given is None or hasattr(given, "token_bytes"):
+        return cast("Tokenizer | None", given)
+    found = None
+    if hasattr(given, "save_pretrained"):
+        with tempfile.TemporaryDirectory() as folder:
+            given.save_pretrained(folder)
+            found = load_tokenizer(Path(folder), model)
+    if found is None:
+        said = "None, one of ours or one of transformers' that saves a vocabulary known here"
+        raise ValueError(f"tokenizer must be {said}, got {given!r:.80}")
+    return found
 
 
 def plan_of(

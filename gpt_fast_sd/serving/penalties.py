@@ -5,6 +5,7 @@ Shapes: n tokens of a text, V vocabulary.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -30,15 +31,20 @@ class Penalties:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[Any, float] = field(default_factory=dict, hash=False)
     n_prompt: int | None = None
+    _held: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in self.NAMES[:2]:
-            _require_number(name, getattr(self, name), MOST_PENALTY)
+            object.__setattr__(self, name, _number(name, getattr(self, name), MOST_PENALTY))
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}")
-        bias = {_id_of(token): value for token, value in self.logit_bias.items()}
-        for token, value in bias.items():
-            _require_number(f"logit_bias of token {token}", value, MOST_BIAS)
+        bias = dict[int, float]()
+        for said, value in self.logit_bias.items():
+            if (token := _id_of(said)) in bias:
+                raise ValueError(f"logit_bias has token {token} twice, as a number or in decimal")
+            bias[token] = _number(f"logit_bias of token {token}", value, MOST_BIAS)
+        if self.n_prompt is not None and (type(self.n_prompt) is not int or self.n_prompt < 0):
+            raise ValueError(f"n_prompt must be a whole number of at least 0, or None, got {self.n_prompt!r:.80}")
         object.__setattr__(self, "logit_bias", bias)
 
     @classmethod
@@ -59,21 +65,26 @@ class Penalties:
             raise ValueError("Penalties count what follows a prompt: another processor must give them n_prompt")
         counts = ids[0, self.n_prompt :].bincount(minlength=logits.shape[-1])  # [V]
         logits = logits - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
-        bias = torch.tensor(list(self.logit_bias.values()), dtype=logits.dtype, device=logits.device)
-        logits[0, list(self.logit_bias)] += bias
+        if (on := logits.device) not in self._held:  # once, as this is called for each place of each round
+            values = torch.tensor(list(self.logit_bias.values()), dtype=logits.dtype, device=on)
+            self._held[on] = torch.tensor(list(self.logit_bias), dtype=torch.int64, device=on), values
+        biased, bias = self._held[on]
+        logits[0, biased] += bias
         return logits
 
 
-def _require_number(name: str, value: object, most: int) -> None:
-    """ValueError unless it is from -most to most."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not -most <= value <= most:
+def _number(name: str, value: Any, most: int) -> float:
+    """One of Python or numpy; ValueError unless it is from -most to most."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not -most <= value <= most:
         raise ValueError(f"{name} must be a number from -{most} to {most}, got {value!r:.80}")
+    return float(value)
 
 
 def _id_of(token: object) -> int:
     """A token id, of which JSON makes a text."""
     if isinstance(token, str) and token.isdecimal() and token.isascii() and len(token) < 20:
         token = int(token)
-    if type(token) is not int or token < 0:
+    if not isinstance(token, numbers.Integral) or isinstance(token, bool) or token < 0:
         raise ValueError(f"logit_bias must map token ids to numbers, got the token {token!r:.80}")
-    return token
+    return int(token)

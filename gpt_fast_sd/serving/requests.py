@@ -287,6 +287,7 @@ class Intake:
         if isinstance(params.processor, Penalties):
             params = replace(params, processor=params.processor.behind(ids, self.vocab_size))
         self.checked([0, *(params.stop_token_ids or ())], f"{name}'s stop_token_ids")
+        params = self._stopping(params)
         total = len(ids) + params.max_tokens
         if total > self.max_seq_len:
             raise ValueError(
@@ -295,6 +296,16 @@ class Intake:
             )
         decoder = StreamDecoder(self.tokenizer, ids) if self.tokenizer else None
         return Request(index, ids, params, frozenset(self.eos_ids), decoder)
+
+    def _stopping(self, params: SamplingParams) -> SamplingParams:
+        """These, where a stop string that is a special token means it, as such a token adds no text."""
+        tokenizer = self.tokenizer
+        special = [stop for stop in params.stop_strings if stop in getattr(tokenizer, "special", ())]
+        if tokenizer is None or not special:
+            return params
+        last = [token for stop in special for token in tokenizer.encode(stop, bos=False)[-1:]]  # behind a space, maybe
+        ids = [token for token in last if not tokenizer.token_bytes(token)]
+        return replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *ids])
 
     def encoded(self, prompt: object, name: str) -> list[int]:
         """Token ids of a text, or those given, see checked."""

@@ -126,7 +126,7 @@ class Service:
         self._n = 0  # submissions so far
         self._thread: threading.Thread | None = None
         self._ending = False  # the program or the engine ends
-        self._turn, self._others = threading.Lock(), 0  # who has the engine, and how many calls wait for it
+        self._turns = deque[int]()  # threads that want the engine as they came, of which the first has it
         self._last: tuple[Submission, TokenEvent | BaseException] | None = None  # held back until the stream has ended
 
     def submit(self, prompt: Prompt, params: SamplingParams | None) -> Submission:
@@ -142,7 +142,7 @@ class Service:
             one = Submission(self, engine, self._n, ids, given)
             self._n += 1
             self._inbox.append(one)
-            self._changed.notify()
+            self._changed.notify_all()
             if self._thread is None or not self._thread.is_alive():  # it is not in a forked process
                 name, device = "Engine.submit", engine.device
                 self._thread = threading.Thread(target=self._work, args=(device,), daemon=True, name=name)
@@ -156,26 +156,32 @@ class Service:
         """Have the engine once what was submitted and has begun has ended; what comes meanwhile waits."""
         if engine := self._engine():
             engine.check([])
-        if threading.current_thread() is self._thread:  # which would wait for itself
-            raise RuntimeError(BUSY)
+        with self._turn():
+            yield
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the engine once all who came before had it; RuntimeError for a thread that has it, or waits already."""
+        me = threading.get_ident()
         with self._changed:
-            self._others += 1
+            if me in self._turns:
+                raise RuntimeError(BUSY)
+            self._turns.append(me)
         try:
-            self._turn.acquire()
-        finally:
             with self._changed:
-                self._others -= 1
-        try:
+                self._changed.wait_for(lambda: self._turns[0] == me)
             yield
         finally:
-            self._turn.release()
+            with self._changed:
+                self._turns.remove(me)
+                self._changed.notify_all()
 
     def cancel(self, one: Submission) -> None:
         """See Submission.cancel."""
         with self._changed:
             if one in self._inbox:
                 self._inbox.remove(one)
-                one.put(_never_begun(one.index))
+                one.put(never_begun(one.index, "cancelled"))
             for index, other in self._at_work.items():
                 if other is one and (engine := self._engine()):
                     engine.schedule.cancel(index)
@@ -188,7 +194,7 @@ class Service:
         for one in all_of_them:
             self.cancel(one)
         with self._changed:
-            self._changed.notify()
+            self._changed.notify_all()
         if thread and thread is not threading.current_thread():
             thread.join(timeout=60)
 
@@ -205,7 +211,7 @@ class Service:
             if (engine := self._engine()) is None:
                 return
             try:
-                with self._turn:
+                with self._turn():
                     for event in engine.stream(self._prompts(engine.schedule)):
                         self._hand_over(event.index, event)
             except BaseException as error:  # each of them waits for an answer
@@ -222,7 +228,7 @@ class Service:
         waiting = len(self._inbox)  # which have their turn, whoever else waits for one
         while True:
             with self._changed:
-                takes = self._inbox and (not self._others or self._n_taken < waiting)
+                takes = self._inbox and (len(self._turns) == 1 or self._n_taken < waiting)
                 if not (takes or self._at_work):
                     return
                 one = self._inbox.popleft() if takes else None
@@ -264,10 +270,10 @@ class Service:
             one.put(error)
 
 
-def _never_begun(index: int) -> TokenEvent:
-    """The only event of a request that was cancelled while it waited."""
+def never_begun(index: int, finish_reason: str) -> TokenEvent:
+    """The only event of a request that ended before it began."""
     stats = CompletionStats(rounds=0, emitted=0, drafted_by_position=(), accepted_by_position=())
-    completion = Completion(index=index, tokens=[], text="", finish_reason="cancelled", stats=stats)
+    completion = Completion(index=index, tokens=[], text="", finish_reason=finish_reason, stats=stats)
     return TokenEvent(
         index=index, tokens=[], text="", pieces=[], sources=[], drafted=0, accepted=0, completion=completion
     )

@@ -18,23 +18,16 @@ NONSENSE: list[tuple[type, str, tuple[Any, ...]]] = [
     (EngineConfig, "max_seq_len", (0, -5, 8192.0, False, 10**30)),
     (EngineConfig, "device", ("gpu", "CPU", "cuda:0", None)),
     (EngineConfig, "dtype", ("float32", "bfloat16", "int8", None)),
-    (EngineConfig, "kv_dtype", ("auto", "int4", "INT8", "float16")),
-    (EngineConfig, "compile", (1, "yes", None)),
-    (EngineConfig, "exact", (0, "bits", None)),
-    (EngineConfig, "quantize", ("int4wo", "INT8", "", True)),
-    (DraftConfig, "policy", ("none", "Off", "", None)),
-    (DraftConfig, "budget", (0, -1, 1.5, "256", 2**31)),
+    (EngineConfig, "kv_dtype", ("auto", "int4", "INT8", "float16")), (EngineConfig, "compile", (1, "yes", None)),
+    (EngineConfig, "exact", (0, "bits", None)), (EngineConfig, "quantize", ("int4wo", "INT8", "", True)),
+    (DraftConfig, "policy", ("none", "Off", "", None)), (DraftConfig, "budget", (0, -1, 1.5, "256", 2**31)),
     (DraftConfig, "gamma", (0, -3, 17, 2.5, "4", "Auto", None, True)),
     *((DraftConfig, name, (0, -1, 2.0, None, True, 2**63)) for name in ("ngram", "n_sink", "page")),
-    (DraftConfig, "page", (8, 17, 256)),
-    (DraftConfig, "refresh", (0, -1, 2.0, True, "64", "on", 2**63)),
-    (DraftConfig, "cheap", ("streaming", "Lookup", None)),
-    (SamplingParams, "max_tokens", (0, -1, 1.0, None)),
+    (DraftConfig, "page", (8, 17, 256)), (DraftConfig, "refresh", (0, -1, 2.0, True, "64", "on", 2**63)),
+    (DraftConfig, "cheap", ("streaming", "Lookup", None)), (SamplingParams, "max_tokens", (0, -1, 1.0, None)),
     (SamplingParams, "temperature", (-0.1, -1, math.inf, math.nan, True, "1", 1e39, 10**30 * 10**30)),
-    (SamplingParams, "top_k", (0, -1, 2.0)),
-    (SamplingParams, "top_p", (0, 0.0, -0.5, 1.01, math.nan, True)),
-    (SamplingParams, "min_p", (-0.01, 1.5, math.nan, False)),
-    (SamplingParams, "seed", (-1, 2**63, 1.0, "7")),
+    (SamplingParams, "top_k", (0, -1, 2.0)), (SamplingParams, "top_p", (0, 0.0, -0.5, 1.01, math.nan, True)),
+    (SamplingParams, "min_p", (-0.01, 1.5, math.nan, False)), (SamplingParams, "seed", (-1, 2**63, 1.0, "7")),
     (SamplingParams, "stop", ("", ["a", ""], [3], ("x", None), 0, False, 7)),
     (
         SamplingParams,
@@ -42,7 +35,7 @@ NONSENSE: list[tuple[type, str, tuple[Any, ...]]] = [
         (3, "3", b"3", [-1], [True], [1.5], [np.int64(7)], np.array([5]), torch.ones(2)),
     ),
     (SamplingParams, "ignore_eos", ("false", "yes", 1, None, [])),
-]
+]  # fmt: skip
 REFUSED = [(config, name, value) for config, name, values in NONSENSE for value in values]
 
 

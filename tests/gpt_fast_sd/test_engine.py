@@ -319,7 +319,7 @@ def test_a_folder_gives_an_engine_in_the_dtype_asked_for_whatever_a_caller_has_s
 
 
 EAGER = EngineConfig(batch_size=2, max_seq_len=256, device="cpu", compile=False)
-FAMILIES = {"Llama": {}, "Mistral": {}, "Qwen2": {"tie_word_embeddings": True}, "Qwen3": {"num_key_value_heads": 1}}
+FAMILIES = {"Llama": {}, "Mistral": {}, "Qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 1}, "Qwen3": {}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -327,10 +327,13 @@ def test_a_model_of_transformers_shares_its_memory_and_computes_what_it_did(fami
     for share in (False, True):
         theirs, ids = random_model(family, **FAMILIES[family]), torch.tensor([random_ids(50, vocab_size=131)])
         before, sizes = theirs(ids).logits, {name: p.nbytes for name, p in theirs.named_parameters()}
-        several = "num_key_value_heads" not in FAMILIES[family]
-        copied = [n for name, n in sizes.items() if not share or (several and re.search("[qkv]_proj", name))]
-        one = Engine.from_transformers(theirs, None, EAGER, share=share)
+        copied = [n for name, n in sizes.items() if not share or re.search("[qkv]_proj", name)]
+        held = {name: weight.clone() for name, weight in theirs.state_dict().items()}
+        with torch.inference_mode(share):
+            one = Engine.from_transformers(theirs, None, EAGER, share=share)
         assert torch.equal(theirs(ids).logits, before)
+        assert not any(p.is_inference() for p in (*one.model.parameters(), *theirs.parameters()))
+        assert all(torch.equal(weight, held[name]) for name, weight in theirs.state_dict().items())
         torch.testing.assert_close(one.logits(ids[0].tolist()), before[0], rtol=1e-5, atol=1e-4)
         storages = [p.untyped_storage() for p in (*theirs.parameters(), *one.model.parameters())]
         assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) == sum(sizes.values()) + sum(copied)
@@ -338,19 +341,41 @@ def test_a_model_of_transformers_shares_its_memory_and_computes_what_it_did(fami
         assert one.generate(ids.tolist(), SamplingParams(max_tokens=9, ignore_eos=True))[0].tokens == greedy.tolist()
 
 
-def test_what_is_no_plain_model_of_transformers_is_refused() -> None:
+@pytest.mark.parametrize("how", [{}, {"quantize": "int8"}, {"compile": True}], ids=str)
+def test_what_an_engine_holds_beside_a_model_of_transformers_is_planned_for(how: dict[str, Any]) -> None:
+    theirs = random_model("Llama", vocab_size=256, intermediate_size=128).to(torch.bfloat16)  # which may be packed
+    one = Engine.from_transformers(theirs, None, replace(EAGER, **how))
+    shared = {x.data_ptr() for x in (*theirs.parameters(), one.model.rope_freqs)}
+    own = sum(x.nbytes for x in (*one.model.parameters(), *one.model.buffers()) if x.data_ptr() not in shared)
+    assert own <= one._plan.weights <= sum(x.nbytes for x in theirs.parameters())
+
+
+def test_what_is_no_plain_model_of_transformers_is_refused_and_is_as_it_was(tmp_path: Path) -> None:
     peft = type("PeftModelForCausalLM", (), {"__module__": "peft.peft_model"})()
     whole = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
+    with torch.inference_mode():
+        norm = torch.nn.RMSNorm(64).requires_grad_(False)
     changes: list[tuple[Callable[[Any], object], dict[str, Any], str]] = [
         (lambda m: setattr(m.config, "quantization_config", {"bits": 4}), {}, "quantized by transformers"),
         (lambda m: setattr(m.model.layers[0].self_attn.q_proj, "weight", whole), {}, "is quantized"),
         (lambda m: setattr(m.lm_head, "bias", torch.nn.Parameter(torch.zeros(131))), {}, "has the parameter"),
-        (lambda m: m.model.norm.to("meta"), {}, "norm.weight is torch.float32 on meta, the embedding"),
+        (lambda m: m.model.norm.to("meta"), {}, r"norm.weight has no weights yet \(meta\)"),
+        (lambda m: setattr(m.model.norm, "weight", norm.weight), {}, "inference_mode, and .*: say share=False"),
+        (lambda m: m.model.norm.double(), {}, "norm.weight is float64, and float64 is not run: fp32, bf16 or fp16"),
+        (lambda m: setattr(m.model.layers[0].mlp, "act_fn", torch.nn.GELU()), {}, "act_fn is GELU, and only SiLU"),
+        (lambda m: m.model.layers[1].mlp.gate_proj.register_forward_hook(print), {}, "1.mlp.gate_proj has a forward h"),
+        (lambda m: m.register_forward_pre_hook(print), {}, "this model has a forward hook"),
+        (lambda m: setattr(m.config, "rope_parameters", {"rope_type": "default", "rope_theta": 7e3}), {}, "inv_freq"),
         (lambda m: 0, {"dtype": "bf16"}, "dtype 'bf16' was requested, and the model is in fp32"),
         (lambda m: 0, {"max_seq_len": 300}, "max_seq_len 300 is over the model's 256 positions"),
+        (lambda m: 0, {"quantize": "float8"}, "float8"),
+        (lambda m: 0, {"batch_size": 10**9}, "batch_size 1000000000 x max_seq_len 256 takes"),
     ]
     given: list[Any] = [(peft, id, {}, "must be transformers' LlamaForC.*, got PeftM.* what merge_and_unload")]
     for model, change, how, said in given + [(random_model("Llama"), *one) for one in changes]:
         change(model)
         with pytest.raises(ValueError, match=said):
             Engine.from_transformers(model, None, replace(EAGER, **how))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer must be None, one of ours .*, got 'gpt2'"):
+        Engine.from_transformers(model, "gpt2", EAGER)

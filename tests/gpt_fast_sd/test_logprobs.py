@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,17 +21,9 @@ from tests.drafts import draft_of
 from tests.gpt_fast_sd.policies.drafting import drafting, nearly
 from tests.gpt_fast_sd.test_rounds import EOS_IDS, PROMPTS, captured, engine
 from tests.gpuless.recorder import capture
-from tests.helpers import (
-    ByteTokenizer,
-    chi_square,
-    few,
-    random_ids,
-    random_transformers_model,
-    tiny_config,
-    tiny_engine,
-    tiny_model,
-    whole_text_logits,
-)  # fmt: skip
+from tests.helpers import ByteTokenizer, chi_square, few, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import random_transformers_model as random_model
+from tests.helpers import whole_text_logits as logits_of
 
 NAMES = ["off", "streaming", "guided", "lookup", "hierarchy", "standalone"]
 ASKED = [None, 0, 3, 20, 1, 0]
@@ -79,7 +72,7 @@ def test_the_host_reads_the_numbers_that_were_written() -> None:
 def test_processors_of_transformers_give_what_its_generate_gives(tmp_path: Path) -> None:
     """Beside a row without one, whose text stays as it is; eagerly and where rounds are captured."""
     theirs = pytest.importorskip("transformers").generation.logits_process
-    model = random_transformers_model("Llama", max_position_embeddings=512, vocab_size=256)
+    model = random_model("Llama", max_position_embeddings=512, vocab_size=256)
     model.save_pretrained(tmp_path)
     makers = [
         theirs.RepetitionPenaltyLogitsProcessor(1.7), theirs.NoRepeatNGramLogitsProcessor(2), None,
@@ -103,7 +96,7 @@ def test_processors_of_transformers_give_what_its_generate_gives(tmp_path: Path)
 
 PENALIZED: list[dict[str, Any]] = [
     {"presence_penalty": 0.9, "frequency_penalty": 0.4}, {"frequency_penalty": -1.5, "logit_bias": {"7": 4, 9: -100}},
-    {"presence_penalty": 2, "logit_bias": {65: 99}}, {"presence_penalty": -2},
+    {"presence_penalty": np.float32(2), "logit_bias": {np.int64(65): np.int8(99)}}, {"presence_penalty": -2},
 ]  # fmt: skip
 
 
@@ -113,7 +106,7 @@ def test_penalties_and_biases_are_those_of_a_slow_loop(how: str) -> None:
     for prompt, fields in zip(prompts, PENALIZED, strict=True):
         text, a, b = [*prompt], fields.get("presence_penalty", 0), fields.get("frequency_penalty", 0)
         for _ in range(20):
-            logits, emitted = whole_text_logits(model, text)[-1].tolist(), text[len(prompt) :]
+            logits, emitted = logits_of(model, text)[-1].tolist(), text[len(prompt) :]
             for token in {*emitted}:
                 logits[token] -= a + b * emitted.count(token)
             for token, by in fields.get("logit_bias", {}).items():
@@ -121,6 +114,8 @@ def test_penalties_and_biases_are_those_of_a_slow_loop(how: str) -> None:
             text.append(max(range(258), key=logits.__getitem__))
         expected.append(text[len(prompt) :])
     params = [SamplingParams(max_tokens=20, ignore_eos=True, processor=Penalties(**each)) for each in PENALIZED]
+    with pytest.raises(ValueError, match="n_prompt must be a whole number of at least 0"):
+        Penalties(n_prompt=-1)
     one = tiny_engine(draft_of("off" if how == "plain" else "full"), compile=how == "compiled")
     one.schedule.rounds.capture = capture if how == "captured" else None
     assert [c.tokens for c in one.generate(prompts, params)] == expected
@@ -140,7 +135,7 @@ def test_samples_follow_what_a_processor_says_whatever_is_drafted() -> None:
     joint = torch.ones(1, dtype=torch.float64)
     for length in range(2):
         texts = [[*text] for text in itertools.product(range(5), repeat=length)]
-        logits = [no_token_twice(torch.tensor([PROMPT + text]), whole_text_logits(model, PROMPT + text)[-1:].clone())
+        logits = [no_token_twice(torch.tensor([PROMPT + text]), logits_of(model, PROMPT + text)[-1:].clone())
                   for text in texts]  # fmt: skip
         joint = (joint[:, None] * torch.cat(logits).double().softmax(-1)).flatten()
     near = nearly(model, by=0.3)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from gpt_fast_sd import Completion, SamplingParams
-from gpt_fast_sd.model import StreamDecoder
-from gpt_fast_sd.serving.requests import Decoder, Request, TokenEvent
+from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.model import StreamDecoder, load_tokenizer, read_config
+from gpt_fast_sd.serving.requests import Decoder, Intake, Request, TokenEvent
 from gpt_fast_sd.serving.stats import CompletionStats, EngineStats
 from tests.helpers import EOS, ByteTokenizer
 
@@ -112,6 +113,14 @@ def test_what_a_decoder_says_of_eos_of_its_end_and_no_decoder_at_all() -> None:
     one = request(None, max_tokens=3)
     assert feed(one, [7, 8, 9]) == ["", "", ""]
     assert one.completion().tokens == [7, 8, 9] and one.completion().text == ""
+
+
+@pytest.mark.parametrize(("stop", "n", "last"), [("<s>", 1, 1), (["fourth", "</s>"], 2, 2), (["<unk>", "r<s>"], 3, 0)])
+def test_a_stop_string_that_is_a_special_token_means_it(stop: str | list[str], n: int, last: int) -> None:
+    tokenizer: Any = load_tokenizer(BUNDLED, config := read_config(BUNDLED))
+    one = Intake(config, tokenizer, 99).one(0, [1], SamplingParams(stop=stop, ignore_eos=True, max_tokens=90))
+    feed(one, [token for special in (1, 2, 0) for token in (*tokenizer.encode("four", bos=False), special)])
+    assert (one.text, one.finish_reason, one.tokens[-1]) == (" ".join(["four"] * n), "stop", last)
 
 
 def test_an_event_names_the_drafts_that_were_refused_before_the_texts_end() -> None:

@@ -66,17 +66,34 @@ def test_scores_have_their_turn_between_submissions_and_all_get_what_they_get_al
     [alone] = one.score([text := [*PROMPTS[1], *whole.tokens[:20]]], top=2)
     assert alone.best.shape == (22, 2) and alone.best_ids[2:, 0].tolist() == whole.tokens[:20]
     assert torch.equal(alone.greedy, alone.best[:, 0] == alone.logprobs)
-
-    def scoring(ids: Any, logits: Any) -> Any:
-        with pytest.raises(RuntimeError, match="still streaming"):
-            one.score([text])
-        return logits
-
-    requests = [one.submit(PROMPTS[1], LONG) for _ in range(4)] + [one.submit([1], SamplingParams(processor=scoring))]
+    requests = [one.submit(PROMPTS[1], LONG) for _ in range(4)]
     with ThreadPoolExecutor(4) as users:
         found = [*users.map(lambda _: one.score([text])[0].logprobs, range(8))]
     assert all(torch.equal(each, alone.logprobs) for each in found)
-    assert [request.result().tokens for request in requests][:4] == [whole.tokens] * 4
+    assert [request.result().tokens for request in requests] == [whole.tokens] * 4
+
+
+def test_a_score_waits_for_what_has_begun_and_not_for_what_is_submitted_meanwhile() -> None:
+    one, begun, go, waiting = an_engine(), threading.Event(), threading.Event(), list[int]()
+
+    def within(*given: Any) -> Any:
+        waiting.append(len(one._service._inbox))
+        with pytest.raises(RuntimeError, match="still streaming"):  # the thread that asks has the engine
+            one.score([PROMPTS[1]])
+        begun.set()
+        return given[1] if go.wait(60) else None
+
+    requests = [one.submit(PROMPTS[1], SamplingParams(max_tokens=1, processor=within))]
+    assert begun.wait(60)
+    with ThreadPoolExecutor(1) as user:
+        score = user.submit(one.score, [PROMPTS[1]])
+        while len(one._service._turns) < 2:
+            time.sleep(0.01)
+        requests += [one.submit([i], PARAMS[0]) for i in range(1, 30)]
+        one.on_progress = within
+        go.set()
+        assert score.result()
+    assert waiting[:3] == [0, 29, 29] and all(request.result().tokens for request in requests)
 
 
 def test_closing_ends_what_threads_have_at_work() -> None:

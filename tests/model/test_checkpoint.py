@@ -606,6 +606,7 @@ def test_other_kinds_are_refused_by_name(said: dict[str, Any], named: str, tmp_p
         (compressed_tensors(sparsity_config="dense"), "sparsity_config must be an object, got 'dense'"),
         (compressed_tensors(transform_config=[1]), r"transform_config must be an object, got \[1\]"),
         (compressed_tensors(config_groups=[{}]), r"config_groups must be an object, got \[{}\]"),
+        (compressed_tensors("block", [128, 2**63]), "block size is 9223372036854775808, but .* at most 2,147,483,647"),
         ({"quant_method": "a\nb" * 99, "bits": True}, "quantization_config is a ba ba .{,80}, which is not read"),
         ({"quant_method": "fp8", "weight_block_size": [128] * 99}, r"in blocks of \[128, .{,80}, which is not read"),
     ],

@@ -130,11 +130,10 @@ def test_a_field_that_is_left_out_means_what_transformers_takes(kind: str, left_
         *((LLAMA | {"rope_scaling": {"type": "linear", "factor": x}}, f"factor is {x}") for x in (math.nan, math.inf)),
         (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         (LLAMA | {"eos_token_id": [1, "2"]}, "eos_token_id is [1, '2']"),
-        (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
-        (QWEN3 | {"head_dim": None}, "head_dim is None"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"), (QWEN3 | {"head_dim": None}, "head_dim is None"),
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "hidden_size is missing"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_read_exactly_is_refused_by_name(raw: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)) as refusal:
         ModelConfig.from_hugging_face(raw, "folder/config.json")
@@ -197,8 +196,7 @@ NOTES = {"architectures": None, "initializer_range": 0.02, "transformers_version
 @pytest.mark.parametrize(
     ("file", "raw", "said"),
     [
-        ("config", NOTES, None),
-        ("config", {"repetition_penalty": 1.3}, "repetition_penalty: not applied"),
+        ("config", NOTES, None), ("config", {"repetition_penalty": 1.3}, "repetition_penalty: not applied"),
         ("config", {"new_attention": 3, "logit_bias_rank": None}, "logit_bias_rank, new_attention: not known here"),
         ("config", {"rope_scaling": YARN | {"extrapolation": 1}}, "rope_scaling.extrapolation: not known"),
         ("config", {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1}}, "rope_scaling.mscale: not known"),
@@ -215,7 +213,7 @@ NOTES = {"architectures": None, "initializer_range": 0.02, "transformers_version
         ("generation_config", {"sampler": 1, "temperature": 1.0}, "sampler: not known"),
         ("generation_config", "all of transformers", None),
     ],
-)
+)  # fmt: skip
 def test_a_field_that_is_not_known_or_not_applied_is_said(
     file: str, raw: dict[str, Any], said: str | None, tmp_path: Path
 ) -> None:

@@ -131,12 +131,11 @@ def test_factors_and_a_linear_scaling_multiply(made: Make) -> None:
     ("fields", "factor"),
     [
         ({".rope.scaling.factor": 4.0, ".rope.scale_linear": 2.0}, 4.0),
-        ({".rope.scaling.factor": 0.0, ".rope.scale_linear": 2.0}, 1.0),
-        ({".rope.scaling.type": "linear"}, 1.0),
+        ({".rope.scaling.factor": 0.0, ".rope.scale_linear": 2.0}, 1.0), ({".rope.scaling.type": "linear"}, 1.0),
         ({".rope.scaling.type": "linear", ".rope.scale_linear": 2.0}, 2.0),
         ({".rope.scaling.type": "none", ".rope.scaling.factor": 4.0}, 1.0),
     ],
-)
+)  # fmt: skip
 def test_a_stretch_is_linear_unless_said_otherwise(fields: dict[str, Any], factor: float, made: Make) -> None:
     found = read_config(made(how={"fields": fields})).rope_scaling
     assert (found.factor if found else 1.0) == factor  # as llama.cpp's loader has it
@@ -180,14 +179,13 @@ def test_yarn_is_that_of_the_folder_the_file_was_made_of(family: str, more: dict
 @pytest.mark.parametrize(
     ("fields", "length"),
     [
-        ({}, 0.1 * np.log(4.0) + 1),
-        ({".rope.scaling.attn_factor": 0.5}, (0.1 * np.log(4.0) + 1) / 2),
+        ({}, 0.1 * np.log(4.0) + 1), ({".rope.scaling.attn_factor": 0.5}, (0.1 * np.log(4.0) + 1) / 2),
         ({".rope.scaling.yarn_attn_factor": 0.75}, 0.75 * (0.1 * np.log(4.0) + 1)),  # a config.json's attn_factor
         ({".rope.scaling.yarn_attn_factor": 1.25, ".rope.scaling.attn_factor": 2.0}, 2.5),
         ({".rope.scaling.yarn_ext_factor": 1.0, ".rope.scaling.yarn_log_multiplier": 0.0}, 0.1 * np.log(4.0) + 1),
         ({".rope.scaling.yarn_ext_factor": -1.0, ".rope.scaling.finetuned": True}, 0.1 * np.log(4.0) + 1),
     ],
-)
+)  # fmt: skip
 def test_both_factors_of_yarn_lengthen_queries_and_keys(fields: dict[str, Any], length: float, made: Make) -> None:
     path = made("Qwen2", how={"fields": yarn_fields(QWEN_YARN) | fields})
     assert load_model(path).rope_length == pytest.approx(length, rel=1e-15)
@@ -316,14 +314,13 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({".rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor is 1.0, but it must be absent or"),
     ({".rope.scaling.alpha": 1000.0}, "rope.scaling.alpha is 1000.0, but it must be absent or 0.0"),
     ({".expert_count": 8}, "expert_count is 8, but it must be absent or 0"),
-    ({".attention.causal": False}, "attention.causal is False"),
-    ({".logit_scale": 0.5}, "logit_scale is 0.5"),
+    ({".attention.causal": False}, "attention.causal is False"), ({".logit_scale": 0.5}, "logit_scale is 0.5"),
     ({".attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon is nan"),
     ({"general.type": "adapter"}, "general.type is 'adapter', but it must be 'model'"),
     ({".vocab_size": 161}, "vocab_size is 161, but it must be the number of rows"),
     ({"tokenizer.ggml.eos_token_id": 160}, "eos_token_id is 160, but it must be a token id below 160"),
     ({"split.count": 2}, "split.count is 2, but it must be 1"),
-]
+]  # fmt: skip
 
 
 def plain(*shape: int, fill: float = 0.0) -> tuple[np.ndarray, Kind]:

@@ -591,10 +591,9 @@ def test_a_missing_library_is_named_with_its_extra(library: str, tmp_path: Path,
         ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
         ("tokenizer.model", b"IQ== 0\nIg==\n", "is a damaged tiktoken file"),
         ("tokenizer.model", None, "is "),  # half of one
-        ("tokenizer.json", b"{", "cannot be read as JSON"),
-        ("tokenizer.json", b"{}", "is not a tokenizer.json"),
+        ("tokenizer.json", b"{", "cannot be read as JSON"), ("tokenizer.json", b"{}", "is not a tokenizer.json"),
     ],
-)
+)  # fmt: skip
 def test_a_broken_file_is_named(file: str, content: bytes | None, says: str, tmp_path: Path, proto: bytes) -> None:
     (tmp_path / file).write_bytes(proto[: len(proto) // 2] if content is None else content)
     with pytest.raises(CheckpointError) as caught:

@@ -155,13 +155,12 @@ def test_that_nothing_pays_is_said_of_runs_that_hardly_drafted(monkeypatch: Patc
 @pytest.mark.parametrize(
     ("flags", "who"),
     [
-        ("--draft full", "full, gamma 2"),
-        ("--gamma auto --budget 32 --exact", "streaming, budget 32, gamma auto"),
+        ("--draft full", "full, gamma 2"), ("--gamma auto --budget 32 --exact", "streaming, budget 32, gamma auto"),
         ("--draft lookup", "lookup, gamma 2"),
         ("--draft early_exit --exit-layers 2", "early_exit, layers 2, view streaming, budget 256, gamma 2"),
         ("--draft standalone --draft-model bundled --view full", "standalone, of bundled, view full, gamma 2"),
     ],
-)
+)  # fmt: skip
 def test_whoever_drafts_the_output_is_that_of_plain_decoding(prints: Says, flags: str, who: str) -> None:
     shown = prints(*NIGHT, "--dtype", "fp32", "--compare", *flags.split())
     assert rows(shown)["draft"] == who

@@ -37,13 +37,11 @@ CHOICES = {f"choice_{name}": name for name in "ABCD"}
 LONGBENCH_2 = {"_id": "b", "domain": "d", "question": "Which?", **CHOICES, "answer": "A", "context": "Text."}
 PG19 = {"short_book_title": "A Book", "publication_date": 1860, "url": "http://x", "text": "It was a dark night."}
 FORMS: list[tuple[dict[str, Any], str]] = [
-    (LONGBENCH, "The keeper rang.\n\nWho rang?"),
-    (INFINITE, "Long text.\n\nWhat is the key?"),
-    (SPEED, "Sort a list."),
+    (LONGBENCH, "The keeper rang.\n\nWho rang?"), (INFINITE, "Long text.\n\nWhat is the key?"), (SPEED, "Sort a list."),
     (LONGBENCH_2, "Text.\n\nWhich?\n\nA\n\nB\n\nC\n\nD"),
     ({"index": 0, "input": "Words: a b.", "outputs": ["a"], "length": 9}, "Words: a b."),
     (PG19, "It was a dark night."),
-]
+]  # fmt: skip
 
 
 def written(path: Path, found: list[dict[str, Any]]) -> Path:

@@ -13,15 +13,18 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import records
 import serve
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.serving import Penalties
+from gpt_fast_sd.serving.logprobs import TokenLogprobs
 from tests.helpers import ByteTokenizer, Patch, Printed, Refuses, tiny_engine
 
 openai = pytest.importorskip("openai")
@@ -153,9 +156,46 @@ def test_prompts_are_echoed_with_the_logprobs_that_they_have_as_lm_eval_reads_th
         assert found.token_logprobs[1:-1] == pytest.approx(truth.logprobs.tolist(), abs=1e-4)
         pairs = zip(found.token_logprobs[1:-1], found.top_logprobs[1:-1], strict=True)
         assert [p == max(top.values()) for p, top in pairs] == truth.greedy.tolist()
+    how |= {"max_tokens": 0}
+    for text, at in ("It was", [0, 0, 2]), ("naïve 日本 done", [0, 0, 1, 2, 2, 3, 5, 6, 6, 6, 7, 7, 7, 8]):
+        [choice] = served.ask(**how, prompt=text).choices
+        assert [choice.text, choice.logprobs.tokens[0], *choice.logprobs.text_offset] == [text, "<s>", *at]
+        *_, piece, last = (piece.choices[0] for piece in served.ask(**how, prompt=text, stream=True))
+        assert (piece.text, piece.logprobs, last.finish_reason) == (text, choice.logprobs, "length")
     [text] = served.texts("It was", max_tokens=12)
     pieces = [piece.choices[0].text for piece in served.ask(**GREEDY, prompt="It was", echo=True, stream=True)]
     assert pieces[0] == "It was" and "".join(pieces) == f"It was{text}"
+
+
+def test_tokens_that_are_no_text_have_names_of_their_own_and_of_two_of_one_name_the_likelier_has_it() -> None:
+    logprobs = [TokenLogprobs(-5.0, ((233, -0.1),)), TokenLogprobs(-7.0, ((65, -0.5),)), TokenLogprobs(0.0)]
+    one = Completion(index=0, tokens=[198, 97, 256], text="", finish_reason="", stats=None, logprobs=logprobs)  # type: ignore[arg-type]
+    tokens = ByteTokenizer()
+    tokens.token_bytes = lambda token: bytes([token]).lower() if token < 256 else b""  # type: ignore[method-assign]
+    found = records.logprobs_of(tokens, one, records.Offsets(tokens))["top_logprobs"]
+    assert found == [{"bytes:\\xc6": -5.0, "bytes:\\xe9": -0.1}, {"a": -0.5}, {"token_id:256": 0.0}]
+
+
+def test_an_echo_keeps_its_place_until_it_ends_soon_after_its_client_has_left_or_the_server_ends() -> None:
+    how: dict[str, Any] = GREEDY | {"max_tokens": 0, "logprobs": 0, "echo": True, "prompt": ["ab"] * 40}
+    with tiny(grace=0.0) as one, ThreadPoolExecutor(1) as user:
+        told, go, tell = list[int](), threading.Event(), one.engine.schedule.tell
+        one.engine.schedule.tell = lambda *at: (tell(*at), told.append(at[1]), go.wait(60))  # type: ignore
+        with pytest.raises(openai.APITimeoutError):
+            client_of(one.url, timeout=1.0).completions.create(**how)
+        one.until(idle=0, queue=39)
+        go.set()
+        one.until(idle=1, queue=0)
+        go.clear()
+        cut_off = user.submit(one.ask, **how)
+        one.until(idle=0, queue=39)
+        one.loop.call_soon_threadsafe(one.server.end)
+        while not one.server.uvicorn.should_exit:
+            time.sleep(0.01)
+        go.set()
+        with pytest.raises(openai.InternalServerError, match="could wait no longer"):
+            cut_off.result()
+        assert told in ([0], [0, 0])
 
 
 def test_n_completions_of_a_prompt_have_seeds_of_their_own_and_stand_beside_each_other(served: Running) -> None:
@@ -204,11 +244,11 @@ def test_of_a_crowd_of_whom_half_leave_all_others_are_answered_and_all_slots_are
 
 
 FIELDS: dict[str, list[Any]] = {  # values that are refused by the field's name
-    "n": [0, 1.5, True], "best_of": [2], "logprobs": [21, True], "echo": ["yes"], "presence_penalty": ["a", 3],
-    "tools": [[{}]], "logit_bias": [{"5": "1"}, {"-1": 1}, [1], {"99999": 1}], "stream": ["yes"],
+    "n": [0, 1.5, True], "best_of": [2, 1.0], "logprobs": [21, True], "echo": ["yes"], "presence_penalty": ["a", 3],
+    "tools": [[{}]], "logit_bias": [{"5": "1"}, {"5": 1, "05": 2}, {"-1": 1}, [1], {"99999": 1}], "stream": ["yes"],
     "response_format": [{"type": "json_object"}], "stream_options": [{"include": 1}],
     "temperature": ["hot", True], "top_p": [0], "top_k": [1.5], "min_p": [2], "seed": [-1],
-    "stop": [[1], ["a"] * 65, "a" * 1001], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
+    "stop_token_ids": [[99999]], "stop": [[1], ["a"] * 65, "a" * 1001], "max_tokens": [0, "9"], "prompt": [7, [[1], 2]],
 }  # fmt: skip
 OTHERS: list[tuple[str, Any, str]] = [  # what is changed, and what is said of it
     ("completions", {"functions": []}, "functions is not supported"), ("completions", {"prompt": ""}, "0 is empty"),
@@ -241,6 +281,7 @@ def test_what_is_not_supported_or_makes_no_sense_is_refused(
         urllib.request.urlopen(f"{served.url}/{address}", body)
     error = json.load(refused.value)["error"]
     assert said in error["message"] and error.keys() == {"message", "type", "param", "code"}
+    assert not said.endswith(" ") or error["param"] == said[:-1]
     assert refused.value.code in (400, 404, 405, 413) and error["type"] == "invalid_request_error"
 
 

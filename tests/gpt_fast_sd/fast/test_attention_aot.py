@@ -237,10 +237,9 @@ def test_no_length_or_number_of_rows_or_tokens_builds_another_kernel(op: str, ca
         # the list alone decides, and one chunk needs no merge
         ("sparse", SEVERAL, [(5, 16, 1), (4, 16)]),
         ("sparse", SEVERAL | {"n_batch": 32, "n_tokens": 4}, [(5, 256, 1), (16, 256)]),
-        ("sparse", {"n_listed": 4000, "width": 138}, [(9, 16, 1), (4, 16)]),
-        ("sparse", ONE_CHUNK, [(1, 16, 1)]),
+        ("sparse", {"n_listed": 4000, "width": 138}, [(9, 16, 1), (4, 16)]), ("sparse", ONE_CHUNK, [(1, 16, 1)]),
     ],
-)
+)  # fmt: skip
 def test_a_program_is_launched_for_each_tile_and_head_and_split(
     op: str, how: dict[str, Any], grids: list[tuple[int, ...]]
 ) -> None:
@@ -285,8 +284,7 @@ NAMES = {"decode": "decode_attention", "mass": "decode_attention_with_mass", "pr
     ("op", "how", "sizes", "n"),
     [
         # attention of a step is split and merged, and mass is one kernel more
-        ("decode", {"n_tokens": 5}, {}, 2),
-        ("mass", {"n_tokens": 5}, {}, 3),
+        ("decode", {"n_tokens": 5}, {}, 2), ("mass", {"n_tokens": 5}, {}, 3),
         # attention of a chunk is one kernel unless it is short
         *((op, {"n_tokens": 65}, {"n_rows": 65 * G}, 1) for op in ("prefill", "lse")),
         *((op, {"n_tokens": 64}, {"n_rows": 64 * G}, n) for op, n in (("prefill", 2), ("lse", 3))),
@@ -298,8 +296,7 @@ NAMES = {"decode": "decode_attention", "mass": "decode_attention_with_mass", "pr
           for listed, n in ((144, 1), (160, 2), (1024, 2), (4096, 2))),
         # an int8 cache takes no kernel more
         *((op, how | held, sizes, n) for held in BYTES for op, how, sizes, n in (
-            ("mass", {"n_tokens": 5}, {}, 3),
-            ("lse", {"n_tokens": 70}, {"n_rows": 70 * G}, 1),
+            ("mass", {"n_tokens": 5}, {}, 3), ("lse", {"n_tokens": 70}, {"n_rows": 70 * G}, 1),
             ("key_mass", {"n_tokens": 70, "page": 128}, {"page": 128, "itemsize": 1}, 1),
             ("sparse", {"n_listed": 144, "width": 48}, {"n_entries": 192}, 1))),
     ],

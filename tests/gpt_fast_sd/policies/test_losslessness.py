@@ -96,19 +96,14 @@ SAMPLED, NARROW = SamplingParams(temperature=1.0), SamplingParams(temperature=1.
 NEAR: dict[str, Any] = {"draft_model": nearly(tiny_model(TOY), by=0.3)}
 OVER = {"cheap": "standalone"} | NEAR
 CASES: list[tuple[str, int, dict[str, Any], int, SamplingParams, Plant | None]] = [
-    ("lookup", 1, {}, 4, SAMPLED, None),
-    ("lookup", 1, {}, 4, SAMPLED, told_the_targets_own),
-    ("standalone", 1, NEAR, 4, SAMPLED, None),
-    ("hierarchy", 1, OVER, 4, SAMPLED, None),
-    ("hierarchy", 1, {}, 4, SAMPLED, choosing_what_to_show),
-    ("early_exit", 2, {}, 4, SAMPLED, None),
+    ("lookup", 1, {}, 4, SAMPLED, None), ("lookup", 1, {}, 4, SAMPLED, told_the_targets_own),
+    ("standalone", 1, NEAR, 4, SAMPLED, None), ("hierarchy", 1, OVER, 4, SAMPLED, None),
+    ("hierarchy", 1, {}, 4, SAMPLED, choosing_what_to_show), ("early_exit", 2, {}, 4, SAMPLED, None),
     # the slow ones
-    ("standalone", 1, NEAR, 4, SAMPLED, told_the_targets_own),
-    ("hierarchy", 1, {}, 4, SAMPLED, None),
-    ("hierarchy", 1, {}, 5, NARROW, None),
-    ("hierarchy", 1, {}, 4, SAMPLED, told_the_targets_own),
+    ("standalone", 1, NEAR, 4, SAMPLED, told_the_targets_own), ("hierarchy", 1, {}, 4, SAMPLED, None),
+    ("hierarchy", 1, {}, 5, NARROW, None), ("hierarchy", 1, {}, 4, SAMPLED, told_the_targets_own),
     ("hierarchy", 1, OVER, 4, SAMPLED, told_the_targets_own),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("policy", "n_layers", "draft", "gamma", "params", "plant"), few(CASES, CASES[:6]))
