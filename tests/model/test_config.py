@@ -107,7 +107,7 @@ def test_a_field_that_is_left_out_means_what_transformers_takes(kind: str, left_
         (LLAMA | {"use_sliding_window": True}, "use_sliding_window is True, but it must be False"),
         (QWEN3 | {"use_sliding_window": 1}, "use_sliding_window is 1, but it must be true or false"),
         (SLIDING | {"max_window_layers": -1}, "max_window_layers is -1, but it must be a whole number of at least 0"),
-        *((SLIDING | {"layer_types": bad}, "must be a list of 2, one a") for bad in (MIXED * 2, ["chunked"] * 2, 2, [])),
+        *((SLIDING | {"layer_types": bad}, "a list of 2, one a") for bad in (MIXED * 2, ["chunked"] * 2, 2, [])),
         *((raw | {"layer_types": MIXED}, "of 'full_attention' where no sliding_window") for raw in (LLAMA, QWEN3)),
         (MISTRAL | {"layer_types": MIXED}, "a list of 2, one a layer, of 'sliding_attention' in a MistralForCausalLM"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but it must be 1.0"),
