@@ -108,7 +108,6 @@ OFTEN = {
     *(("sparse", cap, 4, None, 0) for cap in (80, 100)), *(("sparse", cap, 4, INT8, 0) for cap in (80, 90)),
     ("sparse", 90, 4, PLANES, 0), ("sparse", 80, 4, PLANES, TAIL),
 }  # fmt: skip
-# likewise where a layer has a window: what takes the most registers, and what begins where a window does
 WINDOWED = [("mass", 80, 64, None, 0), ("decode", 80, 64, PLANES, TAIL), ("prefill", 90, 1024, None, 0),
             ("key_mass", 90, 1024, None, 0)]  # fmt: skip
 
