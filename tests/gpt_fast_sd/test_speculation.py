@@ -392,7 +392,7 @@ def test_what_is_told_to_be_read_is_the_view_before_the_verification_changes_it(
         assert all(torch.equal(read, view[at[index]][: len(read)]) for index, read in each.read.items())
 
 
-@pytest.mark.parametrize("policy", few(VIEWS, ["streaming", "quest"]))
+@pytest.mark.parametrize("policy", few(VIEWS, ["streaming", "quest", "full"]))
 def test_what_is_told_to_be_read_is_the_view_and_within_the_bytes_that_are_counted(policy: str) -> None:
     one = speaker(policy)
     _, told = listen(one), listen(one)
