@@ -217,13 +217,13 @@ class HierarchyDraft(DraftPolicy):
 
     def kv_bytes(self, plan: RoundPlan) -> int:
         """Bytes that the middle steps read, and that drafting for them reads."""
-        each = self.target.cache.bytes_read(self.view.entries_read(plan.n_keys))
+        each = self.view.bytes_read(plan.n_keys)
         step = self.target.shape[1] * each + self.cheap.kv_bytes(cheap_plan(plan, 0))
         return n_middle_steps(plan.gamma) * step
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """The positions of the target's cache that a middle step with queries at pos [B] reads: bool [L, B, K, S]."""
-        return self.view.positions_read(pos)
+        return self.view.positions_seen(pos)
 
     def _feed(self, tokens: Tensor, pos: Tensor, n_keys: int) -> Tensor:
         """tokens, pos [B, T] -> fp32 logits [B, T, V] of the middle level after each of them."""

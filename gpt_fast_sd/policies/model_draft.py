@@ -83,9 +83,9 @@ class ModelDraft(DraftPolicy):
 
     def kv_bytes(self, plan: RoundPlan) -> int:
         """Bytes of keys and values that drafting reads, all slots."""
-        each = self.runner.cache.bytes_read(self.view.entries_read(plan.n_keys))
+        each = self.view.bytes_read(plan.n_keys)
         return plan.gamma * self.runner.shape[1] * each
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """The positions that a draft step with queries at pos [B] reads: bool [L, B, K, S]."""
-        return self.view.positions_read(pos)
+        return self.view.positions_seen(pos)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gpt_fast_sd.model import KV, Transformer
 
+from ..attention import within
 from ..draft import Draft
 from ..prefill import Filling
 from ..state import BatchState, RoundPlan
@@ -204,9 +205,19 @@ class View(RoundHooks, ViewCosts):
         """On the device, before a round's drafts: let the window slide to the committed end."""
 
     def entries_read(self, n_keys: int) -> int:
-        """Cache entries per slot that a step reads in one layer and kv head, bounds counted as entries."""
+        """Cache entries per slot that a step attends to in one layer and kv head that has no window."""
         raise NotImplementedError
 
+    def bytes_read(self, n_keys: int) -> int:
+        """Bytes per slot that a step reads over all layers: what it attends to, and what it selects this by."""
+        return self.runner.cache.bytes_read(self.entries_read(n_keys))
+
     def positions_read(self, pos: Tensor) -> Tensor:
-        """The positions that queries at pos [B] read: bool [L, B, K, S]."""
+        """The positions that queries at pos [B] read where layers have no windows: bool [L, B, K, S]."""
         raise NotImplementedError
+
+    def positions_seen(self, pos: Tensor) -> Tensor:
+        """Those of positions_read that the window of a layer, where it has one, lets its queries see."""
+        read, layers = self.positions_read(pos), self.runner.cache.layers
+        place = torch.arange(read.shape[3], device=pos.device)  # [S]
+        return read & torch.stack([within(place, pos[:, None], layer.window) for layer in layers])[:, :, None]

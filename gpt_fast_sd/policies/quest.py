@@ -135,11 +135,13 @@ class QuestView(View):
             chosen[slot] = -1
 
     def entries_read(self, n_keys: int) -> int:
-        """Chosen pages, the window, and the bounds of all pages in view, counted in entries of as many bytes."""
-        in_view, bounds = self.runner.cache.splits(n_keys) * SPLIT // self.page, self.bounds[0]
-        page_bytes = bounds.shape[1] * bounds.shape[3] * bounds.element_size()
-        looked_at = in_view * page_bytes // self.runner.cache.layers[0].bytes_per_entry
-        return self.chosen[0].shape[-1] * self.page + self.window_width + looked_at
+        """Chosen pages, and the window."""
+        return self.chosen[0].shape[-1] * self.page + self.window_width
+
+    def bytes_read(self, n_keys: int) -> int:
+        """And the bounds of all pages in view."""
+        in_view = self.runner.cache.splits(n_keys) * SPLIT // self.page
+        return super().bytes_read(n_keys) + sum(each[0, :, :in_view].nbytes for each in self.bounds)
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """The pages chosen last, and the window, up to pos [B] -> bool [L, B, K, S]."""

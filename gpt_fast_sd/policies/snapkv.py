@@ -181,10 +181,14 @@ class SnapKVView(ListAndWindowView):
         room = torch.where(self.observed_at > 0, self.room, self.kv_indices.shape[-1])  # [B]
         self.kv_indices.copy_(end_with(self.kv_indices, self.observed_at, self.window_start, room))
 
-    def entries_read(self, n_keys: int) -> int:
-        """The list and the window, and a step's share of a selection, which reads all entries."""
-        selecting = n_keys // self.refresh_every if n_keys > self.budget and not self.once else 0
-        return super().entries_read(n_keys) + int(selecting * traits_of(self.runner.device).window_reads)
+    def bytes_read(self, n_keys: int) -> int:
+        """And a step's share of a selection, which reads all entries that a layer sees."""
+        selects, reads = n_keys > self.budget and not self.once, traits_of(self.runner.device).window_reads
+        found = super().bytes_read(n_keys)
+        for layer in self.runner.cache.layers if selects else ():
+            shared = min(n_keys, layer.window or n_keys) // self.refresh_every
+            found += int(shared * reads) * layer.bytes_per_entry
+        return found
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
         """One pass per W rows that may be due; while a round is in flight some passes may find fewer, or none."""

@@ -253,7 +253,7 @@ class Schedule:
             self._drafted_at = {**self._drafted_at, **plan.lengths}
             self.stats.kv_bytes += policy.kv_bytes(plan)
         n_splits = splits_in_view(self.cache, self.rounds.in_view(plan.n_keys + gamma))
-        self.stats.kv_bytes += len(self.slots) * n_splits * SPLIT * self.cache.bytes_per_token
+        self.stats.kv_bytes += len(self.slots) * self.cache.bytes_read(n_splits * SPLIT)
         watched = self.on_round is not None
         round_ = self.rounds.launch(plan, live, planned=policy is not None, watched=watched, begun=begun)
         self.in_flight.append(round_)

@@ -213,12 +213,12 @@ class System:
             head_dim, upper = step.model.head_dim, draft.needs_planes and step.model is not theirs
             if upper:
                 of_step = replace(of_step, kv_bytes=self._format.element_bytes(head_dim, upper=True))
-            reads: float = view.reads(draft, int(context))
-            if upper:  # the other plane of the tail
-                reads += min(reads, TAIL) * 0.5 / of_step.kv_bytes
+            reads = view.reads(draft, int(context))
             # bounds of a page, the largest and the smallest key, are an entry's numbers
-            reads += view.bounds_read(draft, int(context)) * max(self._format.dtype.itemsize, 2) / of_step.kv_bytes
-            drafting += step.count * step_seconds(*size, step.n_tokens, reads, of_step, attention=step.view)
+            beside = view.bounds_read(draft, int(context)) * max(self._format.dtype.itemsize, 2)
+            beside += min(reads, TAIL) * 0.5 if upper else 0.0  # the other plane of the tail
+            reading = replace(of_step, beside=beside / of_step.kv_bytes)
+            drafting += step.count * step_seconds(*size, step.n_tokens, reads, reading, attention=step.view)
             if (period := view.refresh_period(draft)) and context > draft.budget:
                 # on CUDA keys are read twice, with their weights and to sum these, and values once
                 selecting += roofline.refresh_seconds(

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpt_fast_sd.fast import MOST_TILED, launches
+from gpt_fast_sd.fast import MOST_TILED, launches, split_for
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.tp import collectives_per_step
 from measuring.chips import Chip, Ranks
@@ -46,7 +46,7 @@ class Efficiency:
     kernel_seconds: float = 0.0  # per kernel: the gap before it, and the time of a small one
     step_seconds: float = 0.0  # sampling, judging, launching
     judge_seconds: float = 0.0  # judging, commit and selection of a round
-    split: int = 0  # keys per program of flash-decoding, whose sums are written and read again; 0: not counted
+    splits: bool = False  # whether the sums of flash-decoding's splits, written and read again, are counted
     mass_cost: float = 1.0  # of a byte of the mass of pages, in bytes of keys: what sums and scatters it takes longer
     overlap: float = math.inf  # p: in attention bytes of b seconds and sums of f take (b ** p + f ** p) ** (1 / p)
     narrow: Mapping[str, float] = field(default_factory=dict, hash=False)  # see PUBLISHED; of others: 1.0
@@ -72,7 +72,7 @@ PRACTICAL = Efficiency(
 MEASURED = {"int8": 0.51, "float8": 0.72, "int4": 0.6, "planes": 0.51}  # planes, not timed, are read by int8's kernel
 EXPECTED = Efficiency(
     linear_bandwidth=0.78, linear_peak=0.60, attention_bandwidth=0.95, attention_peak=0.45, kernel_seconds=1e-6,
-    layer_seconds=10e-6, judge_seconds=0.35e-3, split=2048, mass_cost=3.5, overlap=2.0, narrow=MEASURED,
+    layer_seconds=10e-6, judge_seconds=0.35e-3, splits=True, mass_cost=3.5, overlap=2.0, narrow=MEASURED,
     narrow_peak={"int4": 0.03}, most_tiled=MOST_TILED,
 )  # fmt: skip
 
@@ -118,6 +118,7 @@ class Conditions:
     weight of the output; None: like any other. precision: of quantized weights, by name. more_kernels: of a layer whose
     cache is of bytes. ranks: chips that hold the model together. efficiency: what kernels reach.
     full_layers: layers that attend to everything, None: as the model says; the others read a window (0: no keys).
+    beside: entries of a layer that are read and not attended to, as bounds are; with full_layers of these alone.
     experts: of a layer's feed-forward part, and how many of them a token has. kv_link: bytes per second of what stands
     between the chip and the whole cache, whose part for drafts it holds itself.
     """
@@ -131,14 +132,15 @@ class Conditions:
     efficiency: Efficiency = IDEAL
     full_layers: int | None = None
     window: int = 0
+    beside: float = 0.0
     experts: tuple[int, int] | None = None
     kv_link: float | None = None
 
     def entries(self, config: ModelConfig, context: float) -> float:
-        """Entries that a row's query reads in all layers, for each kv head."""
+        """Entries that a row's query reads in all layers, for each kv head, attended to or not."""
         if (full := self.full_layers) is None:
-            return float(sum(min(context, window or context) for window in config.windows))
-        return full * context + (config.n_layers - full) * min(context, self.window)
+            return sum(min(context, window or context) + self.beside for window in config.windows)
+        return full * (context + self.beside) + (config.n_layers - full) * min(context, self.window)
 
     def experts_read(self, n_tokens: float) -> float:
         """Experts of a layer that some of n_tokens has, each of which has its own: expected."""
@@ -187,8 +189,10 @@ def step_seconds(
     if under.precision in ("int8", "planes") and batch * n_tokens > e.most_tiled:  # copies, which a library reads
         under = replace(under, precision=None, weight_bytes=under.weight_bytes + 4, more_kernels=under.more_kernels + 4)
     cost = step_cost(*size, under)
-    handed_on = (merged_bytes(*size, e.split) + e.mass_cost * mass_bytes(*size, mass_page)) / under.tp if e.split else 0
-    whole = bool(mass_page) or attention == "dense"
+    whole = bool(mass_page) or attention == "dense"  # split as a cache of so many entries is; else a list
+    split = split_for(math.ceil(context), batch * max(1, config.n_kv_heads // under.tp)) if whole else 2048
+    of = config, batch * n_tokens, under.entries(config, context)
+    handed_on = (merged_bytes(*of, split) + e.mass_cost * mass_bytes(*of, mass_page)) / under.tp if e.splits else 0
     linear, attend = _seconds(cost, chip, under, handed_on, link=under.kv_link if whole else None)
     return linear + attend + fixed_seconds(config, batch * n_tokens, under, "mass" if mass_page else attention)
 
@@ -226,16 +230,14 @@ def _seconds(
     return linear, max(both, cost.kv_bytes / link if link else 0.0)
 
 
-def merged_bytes(config: ModelConfig, batch: int, n_tokens: int, context: float, split: int) -> float:
+def merged_bytes(config: ModelConfig, n_tokens: int, entries: float, split: int) -> float:
     """Bytes of partial results that flash-decoding writes and reads again: of a split an fp32 row and sum per query."""
-    queries = config.n_layers * config.n_heads * n_tokens * batch
-    return 2 * 4 * queries * (config.head_dim + 1) * context / split
+    return 2 * 4 * config.n_heads * n_tokens * (config.head_dim + 1) * entries / split
 
 
-def mass_bytes(config: ModelConfig, batch: int, n_tokens: int, context: float, page: int, block: int = 64) -> float:
+def mass_bytes(config: ModelConfig, n_tokens: int, entries: float, page: int, block: int = 64) -> float:
     """Bytes of the mass of pages: per query an fp16 sum of every page, an fp32 maximum of every block of keys."""
-    queries = config.n_layers * config.n_heads * n_tokens * batch
-    return 2 * queries * (2 * context / min(page, block) + 4 * context / block) if page else 0.0
+    return 2 * config.n_heads * n_tokens * (2 / min(page, block) + 4 / block) * entries if page else 0.0
 
 
 def refresh_seconds(

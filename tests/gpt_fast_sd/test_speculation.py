@@ -247,6 +247,9 @@ def test_a_model_past_its_window_says_what_it_says_without_a_cache(name: str, kv
     if kv_dtype:
         assert tokens_of(got) == tokens_of(speculator("off", 3, config, kv_dtype=kv_dtype).generate(PROMPTS, params))
         return
+    each, view = one.cache.layers[0].bytes_per_token, getattr(one.policy, "view", None)
+    assert name != "off" or one.stats.kv_bytes == one.stats.rounds * len(one.state.seq_len) * (20 + 512) * each
+    assert name != "quest" or view.bytes_read(512) == (20 + view.entries_read(512) + 2 * 512 // view.page) * each
     for prompt, said in zip(PROMPTS, got, strict=True):
         logits = whole_text_logits(one.model, [*prompt, *said.tokens])
         torch.testing.assert_close(one.logits(prompt), logits[: len(prompt)], rtol=1e-4, atol=1e-4)
@@ -356,8 +359,8 @@ AT_TIMES = SamplingParams(max_tokens=25, temperature=0.7, seed=5)  # drafts are 
 
 
 def speaker(policy: str) -> Engine:
-    """Two slots for three prompts."""
-    one = speculator(policy, 3, tiny_config(), batch_size=2, max_seq_len=512)
+    """Two slots for three prompts; the first of two layers has a window."""
+    one = speculator(policy, 3, tiny_config(sliding_window=60, full_layers=(1,)), batch_size=2, max_seq_len=512)
     one.warm_up()
     return one
 
@@ -389,7 +392,7 @@ def test_what_is_told_to_be_read_is_the_view_before_the_verification_changes_it(
         assert all(torch.equal(read, view[at[index]][: len(read)]) for index, read in each.read.items())
 
 
-@pytest.mark.parametrize("policy", few(VIEWS, ["streaming", "quest"]))
+@pytest.mark.parametrize("policy", few(VIEWS, ["streaming", "quest", "full"]))
 def test_what_is_told_to_be_read_is_the_view_and_within_the_bytes_that_are_counted(policy: str) -> None:
     one = speaker(policy)
     _, told = listen(one), listen(one)
@@ -412,7 +415,7 @@ def test_what_is_told_to_be_read_is_the_view_and_within_the_bytes_that_are_count
             if policy == "streaming" and length > one.draft.budget:
                 in_view = [*range(one.draft.n_sink), *range(length - one.draft.budget + one.draft.n_sink, last + 1)]
                 assert read.nonzero().flatten().tolist() == in_view
-            assert policy != "full" or float(read.sum()) == last + 1
+            assert policy != "full" or 2 * float(read.sum()) == last + 1 + min(last + 1, 60)
     assert any(each.gamma for each in told)
 
 

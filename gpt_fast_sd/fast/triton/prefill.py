@@ -245,12 +245,20 @@ def mass_kernel(
     m_h = o_h < HELD
     # [BLOCK_N]
     o_j = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    last = -1
-    for first in range(0, n_tokens, BLOCK_N):
-        o_t = first + tl.arange(0, BLOCK_N)
-        last = tl.maximum(last, tl.max(row_limits(p_pos, o_t, o_t < n_tokens, n_keys, pos_t), 0))
+    last, first = -1, n_keys
+    for i_t in range(0, n_tokens, BLOCK_N):
+        o_t = i_t + tl.arange(0, BLOCK_N)
+        b_limit = row_limits(p_pos, o_t, o_t < n_tokens, n_keys, pos_t)
+        last = tl.maximum(last, tl.max(b_limit, 0))
+        if WINDOW:
+            first = tl.minimum(first, tl.min(tl.where(b_limit >= 0, first_seen(b_limit, WINDOW), n_keys), 0))
+    m_j = o_j <= last
+    any_seen = i_block * BLOCK_N <= last
+    if WINDOW:
+        m_j = m_j & (o_j >= first)
+        any_seen = any_seen & ((i_block + 1) * BLOCK_N > first)
     # [BLOCK_N, BLOCK_H]
-    m_block = (o_j <= last)[:, None] & m_h[None, :]
+    m_block = m_j[:, None] & m_h[None, :]
     o_block = i_b * k_b + i_k * k_k + o_j.to(tl.int64)[:, None] * HELD + o_h[None, :]
     if FORMAT == 3:
         m_whole = o_j >= 0
@@ -262,12 +270,12 @@ def mass_kernel(
     # [BLOCK_N]
     b_scale = tl.full([BLOCK_N], SCALE, tl.float32)
     if FORMAT % 2 == 1:
-        b_scale *= load_scales(p_k_scale + i_b * scale_b + i_k * scale_k + o_j, o_j <= last)
+        b_scale *= load_scales(p_k_scale + i_b * scale_b + i_k * scale_k + o_j, m_j)
     b_mass = tl.zeros([BLOCK_N], tl.float32)
-    if i_block * BLOCK_N <= last:
-        for first in range(0, n_rows, BLOCK_R):
+    if any_seen:
+        for i_r in range(0, n_rows, BLOCK_R):
             # [BLOCK_R]
-            o_r = first + tl.arange(0, BLOCK_R)
+            o_r = i_r + tl.arange(0, BLOCK_R)
             m_r = o_r < n_rows
             o_t, o_g = (o_r // G).to(tl.int64), (o_r % G).to(tl.int64)
             b_limit = row_limits(p_pos, o_t, m_r, n_keys, pos_t)

@@ -31,22 +31,24 @@ def launched(cap: int | str, call: Callable[[], Any]) -> list[Launch]:
     return launches
 
 
-def layer(n_rows: int, head_dim: int, dtype: torch.dtype, held: torch.dtype | None = None, tail: int = 0) -> CacheLayer:
+def layer(
+    n_rows: int, head_dim: int, dtype: torch.dtype, held: torch.dtype | None = None, tail: int = 0, window: int = 0
+) -> CacheLayer:
     """One of 8192 entries, in this dtype or held in bytes or planes."""
     width, numbers = (head_dim // 2, 4) if held is PLANES else (head_dim, 2)
     k, v, *low = (new(n_rows, 8, 8192, width, dtype=held or dtype) for _ in range(numbers))
     scales = [new(n_rows, 8, 8192, dtype=FP16) for _ in range(2)] if held in (INT8, PLANES) else []
-    return layer_of(k, v, *scales, *low, tail=tail)
+    return layer_of(k, v, *scales, *low, tail=tail, window=window)
 
 
 def attend(
     op: str, cap: int | str = 90, *, n_batch: int = 2, n_tokens: int = 1, group: int = 4, head_dim: int = 128,
-    dtype: torch.dtype = BF16, held: torch.dtype | None = None, tail: int = 0, n_keys: int = 4096,
+    dtype: torch.dtype = BF16, held: torch.dtype | None = None, tail: int = 0, window: int = 0, n_keys: int = 4096,
     page: int | None = None, n_listed: int = 448, width: int = 74, list_dtype: torch.dtype = torch.int64,
 ) -> None:  # fmt: skip
     """Call the launcher of an operator; of key_mass a page is one key, elsewhere 16, if nothing else is said."""
     q, pos = new(n_batch, n_tokens, 8 * group, head_dim, dtype=dtype).transpose(1, 2), new(n_batch, n_tokens)
-    given = q, layer(n_batch, head_dim, dtype, held, tail), pos, n_keys
+    given = q, layer(n_batch, head_dim, dtype, held, tail, window), pos, n_keys
     if op == "decode":
         decode.attend(*given, 512, arch=cap)
     elif op == "mass":

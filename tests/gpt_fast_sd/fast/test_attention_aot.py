@@ -108,6 +108,8 @@ OFTEN = {
     *(("sparse", cap, 4, None, 0) for cap in (80, 100)), *(("sparse", cap, 4, INT8, 0) for cap in (80, 90)),
     ("sparse", 90, 4, PLANES, 0), ("sparse", 80, 4, PLANES, TAIL),
 }  # fmt: skip
+WINDOWED = [("mass", 80, 64, None, 0), ("decode", 80, 64, PLANES, TAIL), ("prefill", 90, 1024, None, 0),
+            ("key_mass", 90, 1024, None, 0)]  # fmt: skip
 
 
 def entries() -> Iterator[Any]:
@@ -124,12 +126,13 @@ def entries() -> Iterator[Any]:
                     often = often or (op in MANY and cap == 90) or (op == "mass" and cap == 90)
                     often = often or (op == "sparse" and cap == 90 and n_rows == 32)
                 marks = () if often and dtype == BF16 else pytest.mark.slow
-                yield pytest.param(op, cap, n_rows, head_dim, dtype, held, tail, marks=marks)
+                yield pytest.param(op, cap, n_rows, head_dim, dtype, held, tail, 0, marks=marks)
+    yield from ((op, cap, n_rows, 128, BF16, held, tail, 1000) for op, cap, n_rows, held, tail in WINDOWED)
 
 
-@pytest.mark.parametrize(("op", "cap", "n_rows", "head_dim", "dtype", "held", "tail"), [*entries()])
+@pytest.mark.parametrize(("op", "cap", "n_rows", "head_dim", "dtype", "held", "tail", "window"), [*entries()])
 def test_every_entry_of_the_tables_is_built_well(
-    op: str, cap: int, n_rows: int, head_dim: int, dtype: torch.dtype, held: torch.dtype | None, tail: int
+    op: str, cap: int, n_rows: int, head_dim: int, dtype: torch.dtype, held: torch.dtype | None, tail: int, window: int
 ) -> None:
     ways: list[dict[str, Any]] = [{}]
     if op == "key_mass" and not held:
@@ -138,7 +141,7 @@ def test_every_entry_of_the_tables_is_built_well(
         ways = [SEVERAL if held is PLANES else ONE_CHUNK]
         ways = ways if held else [way | {"page": page} for way in (ONE_CHUNK, SEVERAL) for page in (1, 16)]
     for way in ways:
-        assert_built_well(op, cap, n_rows, dtype, held, head_dim=head_dim, tail=tail, **way)
+        assert_built_well(op, cap, n_rows, dtype, held, head_dim=head_dim, tail=tail, window=window, **way)
 
 
 @pytest.mark.parametrize(

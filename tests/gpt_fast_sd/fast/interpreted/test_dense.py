@@ -16,7 +16,7 @@ from gpt_fast_sd.fast.ops import decode
 from gpt_fast_sd.fast.triton import decode as decode_triton
 from gpt_fast_sd.fast.triton import prefill as prefill_triton
 from tests.gpt_fast_sd.fast import dense
-from tests.gpt_fast_sd.fast.dense import BF16, FP32, INT8, assert_close
+from tests.gpt_fast_sd.fast.dense import BF16, FP32, INT8, PLANES, assert_close
 
 SPLIT = 64
 
@@ -83,6 +83,13 @@ def test_a_row_is_bit_identical_alone_or_in_a_batch_and_however_much_is_in_view(
         alone = slice(row, row + 1)
         for n_keys in (None, end + 1, *([256] if way == "decode" else [])):
             assert case.attend(alone, n_keys=n_keys).equal(together[alone])
+
+
+@pytest.mark.parametrize("way", ["decode", "whole", "split"], indirect=True)
+@pytest.mark.parametrize(("tail", "window"), [(20, 50), (60, 33)])
+def test_a_draft_reads_planes_from_where_a_window_begins(way: str, tail: int, window: int) -> None:
+    case = Case([60, 150], n_tokens=TOKENS[way], dtype=BF16, held=PLANES, tail=tail, window=window)
+    assert_close(case.attend(), case.expected())
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
