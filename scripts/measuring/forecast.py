@@ -245,8 +245,7 @@ class System:
     def best(self, draft: DraftConfig, chances: Alpha, batch: int, context: float, e: Efficiency = IDEAL) -> Forecast:
         """Rounds with the gamma that a configuration fixes, or with the best that gamma "auto" times beforehand."""
         group = self.model.group_size
-        auto = *gamma_tiers(group)[1:], *further_tiers(group)
-        tiers = auto if isinstance(draft.gamma, str) else [draft.gamma]
+        tiers = gamma_tiers(group)[1:] + further_tiers(group) if isinstance(draft.gamma, str) else (draft.gamma,)
         return roofline.best_gamma(lambda gamma: self.forecast(draft, chances, batch, context, gamma, e), tiers)
 
     def memory(self, draft: DraftConfig, batch: int, context: int) -> tuple[int, str | None]:
