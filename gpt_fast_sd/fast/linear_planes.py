@@ -64,8 +64,12 @@ class PlanesLinear(_OfPlanes):
         name = f"{prefix}weight"
         if name in state_dict and state_dict[name].shape == self.weight.shape:
             held = self.arranged(split(state_dict[name].bfloat16()))
-            if len(held.rows) != len(self.rows):
-                _hold(self, held)
+            if len(held.rows) > len(self.rows):  # others know the tensors that are held
+                raise ValueError(
+                    f"{len(held.rows):,} rows of a weight do not lie in planes, and {len(self.rows):,} are held beside "
+                    "them: load the model again"
+                )
+            held = with_whole(held, len(self.rows))
             own = dict(zip(PARTS, held, strict=True))
             state_dict = {**state_dict, **{f"{prefix}{part}": value for part, value in own.items()}}
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -85,11 +89,17 @@ def lay_in_planes(linear: nn.Linear, weight: Tensor, kind: type[PlanesLinear] = 
 
 
 def keep_whole(linear: PlanesLinear, n: int) -> None:
-    """Let n rows be whole, the first one again and again: steps are compiled for one layer, and all are to be alike."""
-    if (more := n - len(linear.rows)) > 0:
-        rows, whole = linear.rows.new_zeros(more), linear.joined()[:1].expand(more, -1)
-        held = linear.held
-        _hold(linear, held._replace(rows=torch.cat([held.rows, rows]), whole=torch.cat([held.whole, whole])))
+    """Let n rows be whole: steps are compiled for one layer, and all are to be alike."""
+    if n > len(linear.rows):
+        _hold(linear, with_whole(linear.held, n))
+
+
+def with_whole(held: Planes, n: int) -> Planes:
+    """A weight of which n rows are whole, the first one again and again."""
+    if (more := n - len(held.rows)) <= 0:
+        return held
+    rows, whole = held.rows.new_zeros(more), join(held)[:1].expand(more, -1)
+    return held._replace(rows=torch.cat([held.rows, rows]), whole=torch.cat([held.whole, whole]))
 
 
 def upper_of(linear: nn.Linear) -> nn.Linear:

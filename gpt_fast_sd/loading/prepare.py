@@ -38,8 +38,7 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, form: Cach
     options, stand_ins = inductor_options(config, device) if compiled else None, config.bodies == "fast"
     runner = Runner(model, cache, group, FastBackend(device, options, stand_ins))
     runner.backend.pack(runner)
-    of, caches = getattr(model, "run_with", (0, ()))  # of this model, and of no copy
-    model.run_with = id(model), (*(caches if of == id(model) else ()), weakref.ref(cache))  # type: ignore[assignment]
+    mark_run(model, cache)
     if compiled and device.type == "cpu" and stand_ins:
         begin_building_for(model.config, dtype, form, compiles=not runner.bodies.fused)
     return runner
@@ -53,8 +52,15 @@ def ready_draft(model: Transformer, group: Group, target: Runner, *, copied: boo
     group.check_part(model)
     model.fit_texts(target.cache.max_seq_len)
     equalize_keys(model)
+    mark_run(model, target.cache)
     if not copied:
         target.backend.pack(replace(target, model=model))
+
+
+def mark_run(model: Transformer, cache: KVCache) -> None:
+    """Note that an engine, whose target has this cache, runs a model: see quantize.runs_elsewhere."""
+    of, caches = getattr(model, "run_with", (0, ()))  # of this model, and of no copy
+    model.run_with = id(model), (*(caches if of == id(model) else ()), weakref.ref(cache))  # type: ignore[assignment]
 
 
 def begin_building_for(model: ModelConfig, dtype: torch.dtype, form: CacheFormat, *, compiles: bool) -> None:

@@ -107,9 +107,9 @@ def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1, on_plan
 def put_in_planes(target: Runner) -> None:
     """Let the weights of a target's layers lie in planes, in place and for good; its products are what they were.
 
-    So does its output head, unless that is the embedding, too, whose rows are looked up. A packed weight stays as it is
-    if a row would have to be kept whole. ValueError, and nothing is changed, while another engine runs the model: its
-    captured rounds know where weights lie.
+    So does its output head, unless that is the embedding, too, whose rows are looked up. Packed weights of a kind stay
+    as they are in all layers, which are to be alike, if a row of one would have to be kept whole. ValueError, and
+    nothing is changed, while another engine runs the model: its captured rounds know where weights lie.
     """
     model = target.model
     linears = {place: m for place, m in model.named_modules() if isinstance(m, nn.Linear) and not is_tied(model, m)}
@@ -120,21 +120,23 @@ def put_in_planes(target: Runner) -> None:
             "quantize 'planes' of a draft lays a model's weights out anew, and another engine runs this one's as they "
             "are: load the model again"
         )
-    arena = HugePageArena()
-    for linear in linears.values():
-        if isinstance(linear, PlanesLinear):
+    arena, kinds = HugePageArena(), {place: place.rpartition(".")[2] for place in linears}
+    packed = {place: m for place, m in linears.items() if isinstance(m, PackedLinear)}
+    as_they_are = {kinds[place] for place, m in packed.items() if not fits_planes(plain_weight(m, "planes"))}
+    for place, linear in linears.items():
+        if isinstance(linear, PlanesLinear) or (place in packed and kinds[place] in as_they_are):
             continue
         weight = plain_weight(linear, "planes")
-        if not isinstance(linear, PackedLinear):
+        if place not in packed:
             lay_in_planes(linear, weight)
-        elif fits_planes(weight):
+        else:
             lay_in_planes(linear, weight, PackedPlanesLinear)
             assert isinstance(linear, PlanesLinear)
             for part in (linear.weight, linear.lower):
                 part.data = arena.keep(part.data)
-            linear.weight.is_packed = PackedPlanesLinear
-    for kind in {place.rpartition(".")[2] for place in linears}:
-        alike = [m for place, m in linears.items() if place.endswith(kind) and type(m) is PlanesLinear]
+            linear.weight.is_packed = PackedPlanesLinear  # type: ignore[attr-defined]
+    for kind in set(kinds.values()):
+        alike = [m for place, m in linears.items() if kinds[place] == kind and type(m) is PlanesLinear]
         for linear in alike:
             keep_whole(linear, max(len(m.rows) for m in alike))
     model.lies_in_planes = id(model)  # type: ignore[assignment]

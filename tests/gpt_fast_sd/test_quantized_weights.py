@@ -553,6 +553,21 @@ def test_drafts_from_planes_change_no_token_though_a_row_is_kept_whole(name: str
     for _ in range(2):  # engines share it
         one = tiny_engine(draft_of(name, gamma=3, quantize="planes"), model=model)
         assert spoken(one) == expected and one.stats.drafted > 0 and shares(one)
+    model.load_state_dict(before := model.state_dict())  # rows that are whole have room, and no more of them
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="2 rows of a weight do not lie in planes, and 1 are held beside them"):
+        weight = before["layers.0.feed_forward.w_out.weight"].clone()
+        weight[:2, 0] = 2.0**-60
+        model.load_state_dict(before | {"layers.0.feed_forward.w_out.weight": weight})
+
+
+def test_packed_weights_of_a_kind_lie_in_planes_in_all_layers_or_in_none() -> None:
+    model, config = packable(), EngineConfig(batch_size=2, max_seq_len=512)
+    with torch.no_grad():
+        model.layers[1].feed_forward.w_out.weight[3, 5] = 2.0**-60  # type: ignore[union-attr]
+    expected = spoken(Engine(copy.deepcopy(model), None, config))
+    one = Engine(model, None, config, draft_of("quest", gamma=3, quantize="planes"))  # steps compiled for one layer
+    assert spoken(one) == expected and one.stats.drafted > 0
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
