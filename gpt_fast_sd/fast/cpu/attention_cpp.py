@@ -128,16 +128,9 @@ def _attend(
 
 @torch.library.impl(_library, "cpu_attention", "CPU")
 def _dense(
-    q: Tensor,
-    buffers: list[Tensor],
-    form: str,
-    tail: int,
-    fine: bool,
-    window: int,
-    pos: Tensor,
-    index: Tensor | None,
-    n_keys: int,
-) -> Tensor:
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, window: int, pos: Tensor,
+    index: Tensor | None, n_keys: int,
+) -> Tensor:  # fmt: skip
     return _attend(q, layer_of(buffers, form, tail, fine, window), pos, index, n_keys)
 
 

@@ -59,16 +59,9 @@ def decode_attention_with_mass(
 
 @torch.library.custom_op("gpt_fast_sd::decode_attention", mutates_args=(), device_types="cuda")
 def _decode(
-    q: Tensor,
-    buffers: list[Tensor],
-    form: str,
-    tail: int,
-    fine: bool,
-    window: int,
-    pos: Tensor,
-    n_keys: int,
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, window: int, pos: Tensor, n_keys: int,
     split: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     from ..triton import common as triton_common
     from ..triton import decode as decode_triton
 
@@ -78,17 +71,9 @@ def _decode(
 
 @torch.library.custom_op("gpt_fast_sd::decode_attention_with_mass", mutates_args=(), device_types="cuda")
 def _decode_with_mass(
-    q: Tensor,
-    buffers: list[Tensor],
-    form: str,
-    tail: int,
-    fine: bool,
-    window: int,
-    pos: Tensor,
-    n_keys: int,
-    split: int,
-    page: int,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, window: int, pos: Tensor, n_keys: int,
+    split: int, page: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from ..triton import common as triton_common
     from ..triton import decode as decode_triton
 
@@ -103,17 +88,9 @@ def _decode_fake(q: Tensor, *_: object) -> Tensor:
 
 @_decode_with_mass.register_fake
 def _decode_with_mass_fake(
-    q: Tensor,
-    buffers: list[Tensor],
-    form: str,
-    tail: int,
-    fine: bool,
-    window: int,
-    pos: Tensor,
-    n_keys: int,
-    split: int,
-    page: int,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, window: int, pos: Tensor, n_keys: int,
+    split: int, page: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return by_token(q), q.new_empty(*buffers[0].shape[:2], n_keys // page, dtype=torch.float32)
 
 

@@ -91,17 +91,9 @@ def _prefill_with_lse(
 
 @torch.library.custom_op("gpt_fast_sd::key_mass", mutates_args=(), device_types="cuda")
 def _key_mass(
-    q: Tensor,
-    buffers: list[Tensor],
-    form: str,
-    tail: int,
-    fine: bool,
-    window: int,
-    lse: Tensor,
-    pos: Tensor,
-    n_keys: int,
-    page: int,
-) -> Tensor:
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, window: int, lse: Tensor, pos: Tensor,
+    n_keys: int, page: int,
+) -> Tensor:  # fmt: skip
     from ..triton import common as triton_common
     from ..triton import prefill as prefill_triton
 
@@ -121,15 +113,7 @@ def _prefill_with_lse_fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 @_key_mass.register_fake
 def _key_mass_fake(
-    q: Tensor,
-    buffers: list[Tensor],
-    form: str,
-    tail: int,
-    fine: bool,
-    window: int,
-    lse: Tensor,
-    pos: Tensor,
-    n_keys: int,
-    page: int,
-) -> Tensor:
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, window: int, lse: Tensor, pos: Tensor,
+    n_keys: int, page: int,
+) -> Tensor:  # fmt: skip
     return q.new_empty(*buffers[0].shape[:2], n_keys // page, dtype=torch.float32)

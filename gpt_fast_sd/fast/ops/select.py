@@ -37,16 +37,9 @@ def page_bounds(layer: CacheLayer, bounds: Tensor, first: Tensor, n_pages: int, 
 
 @torch.library.custom_op("gpt_fast_sd::page_bounds", mutates_args=("bounds",), device_types="cuda")
 def _page_bounds(
-    buffers: list[Tensor],
-    form: str,
-    tail: int,
-    fine: bool,
-    window: int,
-    bounds: Tensor,
-    first: Tensor,
-    n_pages: int,
+    buffers: list[Tensor], form: str, tail: int, fine: bool, window: int, bounds: Tensor, first: Tensor, n_pages: int,
     page: int,
-) -> None:
+) -> None:  # fmt: skip
     from ..triton import select as select_triton
 
     select_triton.page_bounds(layer_of(buffers, form, tail, fine, window), bounds, first, n_pages, page)
