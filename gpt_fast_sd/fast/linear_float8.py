@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .linear_int8 import Int8Linear
-from .ops.int8 import quantize_rows, scaled
+from .ops.int8 import float8_rows, quantize_rows
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -44,10 +44,15 @@ class Float8Linear(Int8Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]"""
-        rows, own = scaled(x.reshape(-1, x.shape[-1]), FLOAT8)  # [M, I], [M]
-        out = product(rows, self.weight, self.one).float().mul_(own[:, None]).mul_(self.scale)
-        out = out if self.bias is None else out + self.bias.float()
-        return out.to(x.dtype).view(*x.shape[:-1], len(self.weight))
+        return by_float8(x, self.weight, self.scale, self.bias, self.one)
+
+
+def by_float8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, one: Tensor) -> Tensor:
+    """x W' + bias of rows made float8, with a scale for each: x [..., I], e4m3 weight [O, I], fp32 scale [O]."""
+    rows, own = float8_rows(x.reshape(-1, x.shape[-1]))  # [M, I], [M]
+    out = product(rows, weight, one).float().mul_(own[:, None]).mul_(scale)
+    out = out if bias is None else out + bias.float()
+    return out.to(x.dtype).view(*x.shape[:-1], len(weight))
 
 
 def float8_from(linear: nn.Linear, numbers: Tensor, scales: Tensor) -> Float8Linear:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .linear_float8 import FLOAT8, by_float8
 from .ops.planes import Planes, join, planes_linear, split
 
 
@@ -31,6 +32,16 @@ class UpperLinear(_OfPlanes):
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]"""
         return planes_linear(x, self.held, self.bias, of_draft=True)
+
+
+class UpperByFloat8(UpperLinear):
+    """An UpperLinear whose rows become float8, too, as the plane is already: products are the library's."""
+
+    one: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return by_float8(x, self.weight, self.scale, self.bias, self.one)
 
 
 class PlanesLinear(_OfPlanes):
@@ -102,14 +113,21 @@ def with_whole(held: Planes, n: int) -> Planes:
     return held._replace(rows=torch.cat([held.rows, rows]), whole=torch.cat([held.whole, whole]))
 
 
-def upper_of(linear: nn.Linear) -> nn.Linear:
-    """The Linear that reads the upper plane of one in planes, and shares all that it reads; any other one itself."""
+def upper_of(linear: nn.Linear, *, multiplies_float8: bool = False) -> nn.Linear:
+    """The Linear that reads the upper plane of one in planes, and shares all that it reads; any other one itself.
+
+    multiplies_float8: whether the device does, and such products are to be taken for sizes that 16 divides.
+    """
     if not isinstance(linear, PlanesLinear):
         return linear
+    by_float8 = multiplies_float8 and linear.in_features % 16 == linear.out_features % 16 == 0
     with torch.device("meta"):
-        own = linear.reader(linear.in_features, linear.out_features, bias=False)
+        own = (UpperByFloat8 if by_float8 else linear.reader)(linear.in_features, linear.out_features, bias=False)
     for name in (*PARTS, "bias"):
         own.register_parameter(name, getattr(linear, name))
+    if by_float8:
+        own.weight = nn.Parameter(linear.weight.detach().view(FLOAT8), requires_grad=False)
+        own.register_buffer("one", torch.ones((), device=linear.weight.device), persistent=False)
     return own.train(False)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,11 @@ def int4_of(linear: nn.Linear) -> nn.Linear:
     return linear if precision_of(linear) == "int4" else _by_torchao(linear, "int4", config)
 
 
+def upper_on_cuda(linear: nn.Linear) -> nn.Linear:
+    """See upper_of: by products of float8 rows where `float8` runs."""
+    return upper_of(linear, multiplies_float8=multiplies_float8(linear.weight.device))
+
+
 # beside: of the numbers that are split at a time, which are fewer than those rows
 PLANES = Precision(of=upper_of, head="planes", widened=2, only_bf16=True, shares=True)
 TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
@@ -124,7 +129,7 @@ TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
             cublas=True,
         ),
     },
-    "planes": {"cpu": PLANES, "cuda": PLANES},  # of drafts alone
+    "planes": {"cpu": PLANES, "cuda": replace(PLANES, of=upper_on_cuda)},  # of drafts alone
 }  # fmt: skip
 
 
@@ -158,6 +163,15 @@ def require_precision(name: str | None, device: torch.device, dtype: torch.dtype
         raise ValueError(f"{said} needs bf16 weights, and the model's are {given}: use dtype 'bf16'")
     if found.cublas and (why := _refusal(device)):
         raise ValueError(f"{said} needs products of float8 rows, which this GPU's library refuses ({why})")
+
+
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether a device runs products of float8 rows."""
+    try:
+        require_precision("float8", device, torch.bfloat16)
+    except ValueError:
+        return False
+    return True
 
 
 @functools.cache

@@ -89,8 +89,11 @@ def inspect_kernel(kernel: CompiledKernel) -> Compiled:
 
 
 def assert_lean(compiled: Compiled, cap: int) -> None:
-    """No register is spilled, and a block's memory suffices, both shared memory and that of the tensor cores."""
+    """No register is spilled, no product waits for the one before, and a block's memory suffices."""
     assert compiled.stack == compiled.spills == 0, compiled
+    assert 2 * compiled.count(r"WARPGROUP\.ARRIVE") <= compiled.hgmma, (
+        "ptxas makes products wait for each other (C7515)"
+    )
     assert_fits(compiled, cap)
 
 

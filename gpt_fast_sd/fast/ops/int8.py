@@ -17,6 +17,7 @@ MOST = 127  # the largest magnitude: -128 is not used, so that what is quantized
 LARGEST = {torch.int8: MOST, torch.float8_e4m3fn: 448.0}
 LEAST = 1e-30  # the smallest "largest value" of a row, below which all of it is 0
 EXACT = 1024  # products of two int8 whose sum fp32 holds exactly
+LONG = 8192  # numbers of a row, of which Inductor makes three kernels: of 16 rows of 14,336 in 8 us, where one takes 2
 ROWS_AT_ONCE = 1024  # of a weight, which are quantized in fp32
 # More rows than these, a prompt's, are multiplied with a copy of the weight that a library takes. By what bounds both,
 # not timed: tiles of 64 rows issue at most some 390 TFLOP/s on Hopper, so M rows take 2 M / 390e12 s for each weight; a
@@ -43,6 +44,26 @@ def scaled(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = wide.abs().amax(-1).clamp(min=LEAST) / LARGEST[dtype]
     numbers = wide * scale.reciprocal()[..., None]
     return (numbers if dtype.is_floating_point else numbers.round()).to(dtype), scale
+
+
+def float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [M, I] in e4m3 [M, I] and a scale for each, fp32 [M]; long ones on CUDA in one kernel."""
+    if rows.shape[1] > LONG and triton_serves(rows.device):
+        numbers, scale = _float8_rows(rows.contiguous())
+        return numbers, scale
+    return scaled(rows, torch.float8_e4m3fn)
+
+
+@torch.library.custom_op("gpt_fast_sd::float8_rows", mutates_args=(), device_types="cuda")
+def _float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    from ..triton import int8 as int8_triton
+
+    return int8_triton.float8_rows(rows, LEAST)
+
+
+@_float8_rows.register_fake
+def _float8_rows_fake(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows, dtype=torch.float8_e4m3fn), rows.new_empty(len(rows), dtype=torch.float32)
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,7 +11,8 @@ carries into the exponent by itself, and u is at most 15 << 3, which is no NaN. 
 are read from the upper plane as some number that is not above that.
 
 A row that holds a number more than 28 binades below its largest, a denormal, an infinity, a NaN or nearly infinity
-is kept whole beside the planes, which hold zeros in its place.
+is kept whole beside the planes. A draft reads it from the upper one nevertheless, with zeros for what is too small, or
+as zeros alone where it is not finite or nearly so.
 
 Shapes: M rows, I inputs, O outputs, W outputs that are kept whole.
 """
@@ -68,8 +69,9 @@ def _split(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     e = largest.clamp(min=LEAST_EXPONENT)  # [O, 1]
     v = b - (e - 14 << 7)
     k = (-(v >> 7)).clamp(min=0)
-    is_held = (((k < ZERO) & (b >= 128)) | (b == 0)).all(1) & (largest[:, 0] < LARGEST_EXPONENT)
-    is_zero = (b == 0) | ~is_held[:, None]
+    is_small = largest < LARGEST_EXPONENT  # [O, 1]
+    is_held = (((k < ZERO) & (b >= 128)) | (b == 0)).all(1) & is_small[:, 0]
+    is_zero = (b == 0) | (k >= ZERO) | ~is_small
     k = k.masked_fill(is_zero, ZERO)
     t = (v + (k << 7)).masked_fill_(is_zero, 0) + 8
     upper, lower = (bits >> 8 & 0x80) | t >> 4, k << 4 | t & 15
@@ -86,23 +88,18 @@ def join(held: Planes) -> Tensor:
         b = (e - 14 << 7)[:, None] + ((upper & 0x7F) << 4) + (lower & 15) - 8 - (k << 7)
         bits = b.masked_fill_(k == ZERO, 0) | (upper & 0x80) << 8
         out[some] = bits.to(torch.int16).view(torch.bfloat16)
-    return _with_whole(out, held)
+    return out.index_copy_(0, held.rows, held.whole) if len(held.rows) else out
 
 
 def reading(held: Planes) -> Tensor:
     """The weight as a draft reads it, e4m3 numbers times the scale of their row: bf16 [O, I]."""
-    out = held.upper.view(torch.float8_e4m3fn).to(torch.bfloat16).mul_(held.scale.bfloat16()[:, None])
-    return _with_whole(out, held)
+    return held.upper.view(torch.float8_e4m3fn).to(torch.bfloat16).mul_(held.scale.bfloat16()[:, None])
 
 
 def _parts(weight: Tensor) -> list[slice]:
     """Rows of a weight, some at a time."""
     n_rows = max(1, AT_ONCE // weight.shape[1])
     return [slice(begin, begin + n_rows) for begin in range(0, len(weight), n_rows)]
-
-
-def _with_whole(out: Tensor, held: Planes) -> Tensor:
-    return out.index_copy_(0, held.rows, held.whole) if len(held.rows) else out
 
 
 def planes_linear(x: Tensor, held: Planes, bias: Tensor | None, *, of_draft: bool = False) -> Tensor:
@@ -127,9 +124,9 @@ def _planes_linear(
     tokens = x.reshape(-1, x.shape[-1])
     if len(tokens) > MOST_TILED:
         weight: Tensor = int8_triton.joined(upper, lower, scale)
-        return F.linear(x, weight.index_copy_(0, rows, whole) if len(rows) else weight, bias)
+        return F.linear(x, weight.index_copy_(0, rows, whole) if lower is not None and len(rows) else weight, bias)
     out: Tensor = int8_triton.linear(tokens, upper, scale, bias, lower, arch=triton_common.architecture())
-    if len(rows):
+    if lower is not None and len(rows):
         out.index_copy_(1, rows, F.linear(tokens, whole, None if bias is None else bias[rows]))
     return out.view(*x.shape[:-1], len(upper))
 

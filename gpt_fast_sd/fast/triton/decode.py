@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from gpt_fast_sd.model import CacheLayer
 
@@ -48,6 +49,7 @@ from .common import (
     widen,
 )
 from ...config import PAGES
+from ..ops.decode import LARGEST_SPLIT
 
 # Timed on an H200, 16 rows of 57,856 bf16 entries: eight splits at once by four warps took three times as long.
 MERGED, MERGE_WARPS = 16, 2  # splits that the merge reads at once
@@ -188,6 +190,9 @@ def split_kernel(
     n_upper, n_all = first, tl.minimum(split, last + 1 - start)
     if TAIL:
         n_upper = tl.minimum(tl.maximum((whole_from - start) // BLOCK_N * BLOCK_N, first), n_all)
+    if p_sum is not None and not TAIL and BLOCK_R >= 64 and cuda_capability_geq(9) and not cuda_capability_geq(10):
+        # Some row reads a key. After a loop that might not run ptxas makes each product wait for the one before.
+        tl.assume(n_upper < n_all)
     for PART in tl.static_range(0 if TAIL else 1, 2):
         for j in range(first if PART == 0 else n_upper, n_upper if PART == 0 else n_all, BLOCK_N):
             # [BLOCK_N]
@@ -400,6 +405,8 @@ def _attend(
     block_h = max(16, triton.next_power_of_2(head_dim))
     block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, layer.k), block_h, n_rows)
     assert split % block_n == 0
+    if block_r >= 64 and split == LARGEST_SPLIT:  # so many rows write as much per split as would slow down the reading
+        split *= 2
     n_splits = triton.cdiv(n_keys, split)
     unit = 0 if page is None else min(page, block_n)
 

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from .common import family, join_weights, widen, widen_upper
 
@@ -83,6 +84,8 @@ def linear_kernel(
     p_x += o_m.to(tl.int64)[None, :] * stride_x + o_k[:, None]
     # [BLOCK_N, BLOCK_M]
     b_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if cuda_capability_geq(9) and not cuda_capability_geq(10):  # see decode.split_kernel
+        tl.assume(n_in > 0)
     for i_k in tl.range(0, n_in, BLOCK_K, num_stages=STAGES):
         m_k = o_k < n_in - i_k
         b_w = tl.load(p_w + i_k, mask=m_k[None, :], other=0)
@@ -122,6 +125,27 @@ def linear(
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=num_stages, num_warps=num_warps,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def float8_kernel(p_x, p_out, p_scale, n_in, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    """out [M, I], e4m3, and scale [M]: a row whose largest number becomes the largest of e4m3."""
+    i_m, o_k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    m_k = o_k < n_in
+    b_x = tl.load(p_x + i_m * n_in + o_k, mask=m_k, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(b_x), 0), LEAST) / 448.0
+    tl.store(p_out + i_m * n_in + o_k, (b_x * (1.0 / scale)).to(tl.float8e4nv), mask=m_k)
+    tl.store(p_scale + i_m, scale)
+
+
+def float8_rows(x: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """See int8.scaled: x [M, I] -> e4m3 [M, I], fp32 [M]; least: of what is taken for a row's largest number."""
+    out, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), dtype=torch.float32)
+    assert x.is_contiguous()
+    float8_kernel[(len(x),)](
+        x, out, scale, x.shape[1], LEAST=least, BLOCK=triton.next_power_of_2(x.shape[1]), num_warps=8
+    )
+    return out, scale
 
 
 @triton.jit

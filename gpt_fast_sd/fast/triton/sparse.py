@@ -34,9 +34,9 @@ from .common import (
     strides,
     widen,
 )
-from ..ops.sizes import ONE_CHUNK
+from ..ops.sizes import ONE_CHUNK, PROGRAMS
 
-MOST_CHUNKS = 16  # chunks that the merge reads at once
+MOST_CHUNKS, LEAST_CHUNK = 32, 128  # chunks that the merge reads at once, and entries of one
 LARGEST_TILE = 64  # rows of a program
 
 
@@ -53,15 +53,14 @@ class Config(NamedTuple):
 # (family, bytes of a number, padded head dim) -> entries of a block, stages, blocks per SM with 16, 32 and 64 rows. The
 # entries of a block must not depend on the rows of a tile: the order of sums follows from them.
 #
-# Estimated. On an H200, 16 rows of bf16 heads of 128, the fastest of 56 ways took 34 us for 1,024 entries where this
-# one takes 37, and 23 for 512 where it takes 27; for one row and four, of 16 ways, up to 12 % less. Entries wait for
-# their list, so with s stages (s - 1) // 2 blocks of keys and values
-# are in flight while a program computes: 64 entries of 128 bf16 are 32 KiB, keys and values. Hopper takes two of them,
-# a whole chunk of 128 entries at once, and has shared memory for three such programs per SM, 192 KiB in flight; by
-# Little's law 36 KB are enough for 4.8 TB/s (132 SMs, 1 us). Ampere takes one, in three or four programs per SM. Tiles
-# of 64 rows are for many tokens per row, which no draft step has: eight warps, and an SM has registers for one of them.
+# Of bf16 heads of 128 on Hopper the fastest of five ways on an H200, for 16 rows and for one, lists of 256 to 2,048
+# entries: 1,032 of 16 rows take 26 us with their merge (2.6 TB/s), by blocks of 64 in five stages 32. The others are
+# estimated: entries wait for their list, so with s stages s // 2 blocks of keys and values are in flight while a
+# program computes, 64 entries of 128 bf16 are 32 KiB, and by Little's law 36 KB are enough for 4.8 TB/s (132 SMs, 1
+# us). Tiles of 64 rows are for many tokens per row, which no draft step has: eight warps, and an SM has registers for
+# one of them.
 LOADS = {
-    (90, 2, 64): (64, 3, (3, 3, 1)), (90, 2, 128): (64, 5, (3, 2, 1)), (90, 2, 256): (32, 3, (2, 2, 1)),
+    (90, 2, 64): (64, 3, (3, 3, 1)), (90, 2, 128): (128, 2, (2, 1, 1)), (90, 2, 256): (32, 3, (2, 2, 1)),
     (90, 1, 64): (64, 3, (3, 3, 1)), (90, 1, 128): (64, 5, (3, 2, 1)), (90, 1, 256): (32, 3, (2, 2, 1)),
     (90, 4, 64): (32, 3, (3,)), (90, 4, 128): (16, 3, (3,)), (90, 4, 256): (16, 3, (3,)),
     (80, 2, 64): (64, 3, (4, 4, 1)), (80, 2, 128): (64, 3, (3, 2, 1)), (80, 2, 256): (32, 3, (2, 2, 1)),
@@ -79,19 +78,17 @@ def config(arch: int | str, itemsize: int, block_h: int, n_rows: int) -> Config:
     return Config(block_r, block_n, 8 if block_r == LARGEST_TILE else 4, num_stages, per_sm[block_r // 32])
 
 
-def chunk_for(n_entries: int) -> int:
-    """Entries that one program reads: a function of nothing else, so sums are fixed.
+def chunk_for(n_entries: int, n_pairs: int) -> int:
+    """Entries that one program reads, for n_pairs = B * K pairs of row and kv head.
 
-    Few entries are one chunk, which needs no merge: a second launch costs more than leaving half of a GPU's bandwidth
-    unused for so little. Eight kv heads in eight slots, 512 listed entries and their window give 320, two per SM.
+    A function of nothing else, so sums are fixed within an engine. Few entries are one chunk, which needs no merge: a
+    second launch costs more than leaving half of a GPU's bandwidth unused for so little. Of more entries there are as
+    many chunks as an H200 reads at the same time: a few programs that begin after others have ended take as long again.
     """
     if n_entries <= ONE_CHUNK:
         return ONE_CHUNK
-    if n_entries <= 1024:
-        return 128
-    if n_entries <= 2560:
-        return 256
-    return max(512, -(-n_entries // (MOST_CHUNKS * 64)) * 64)
+    n_chunks = min(max(1, PROGRAMS // n_pairs), MOST_CHUNKS)
+    return -(-n_entries // (n_chunks * LEAST_CHUNK)) * LEAST_CHUNK
 
 
 @triton.jit(
@@ -272,7 +269,7 @@ def attend(
     assert kv_indices.stride(2) == 1 and n_listed % page == 0 and window_start.is_contiguous() and n_entries > 0
     block_h = max(16, triton.next_power_of_2(head_dim))
     block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, layer.k), block_h, n_rows)
-    chunk = chunk_for(n_entries)
+    chunk = chunk_for(n_entries, n_bk)
     n_chunks = triton.cdiv(n_entries, chunk)
 
     def fp32(*shape: int) -> Tensor:

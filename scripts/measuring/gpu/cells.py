@@ -58,7 +58,7 @@ class Arm:
 OWN = {"guided": 1024, "snapkv": 2048, "streaming": 512}  # policies with the budgets of their published acceptance
 ARMS = {name: Arm(name=name, policy=name, budget=budget) for name, budget in OWN.items()}
 ARMS["low"] = replace(ARMS["streaming"], name="low")
-PRECISIONS = {str(name): replace(ARMS["guided"], quantize=name) for name in (None, "int8", "float8", "int4")}
+PRECISIONS = {str(name): replace(ARMS["guided"], quantize=name) for name in (None, "int8", "float8", "int4", "planes")}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,6 +160,7 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
         if parameter.dim() == 2:  # unit variance in gives a variance of 4 (queries, keys, values) or 2 out
             gain = 1.0 if "embedding" in name else (2.0 if "wqkv" in name else 1.4) * parameter.shape[1] ** -0.5
             torch.nn.init.normal_(parameter, std=gain)
+            parameter.data[parameter.abs() < gain * 2.0**-20] = 0  # no trained weight has such, see ops/planes.py
         elif name.endswith("bias"):
             torch.nn.init.zeros_(parameter)
         else:

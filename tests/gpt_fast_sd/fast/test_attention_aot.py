@@ -87,7 +87,7 @@ def assert_built_well(
         assert len(built_of) == 1 + (shape["n_listed"] == SEVERAL["n_listed"])
         # all numbers of a block of keys and values, once in the loop and once for each block fetched ahead of it
         block = 2 * kwargs["BLOCK_N"] * kwargs["BLOCK_H"] * kwargs["p_k"].element_size()
-        ahead = (kwargs["STAGES"] - 1) // 2
+        ahead = kwargs["STAGES"] // 2
         copies, wide = block * (1 + ahead) // (16 * 32 * kwargs["num_warps"]), first.sass.count("LDGSTS.E.BYPASS.128")
         # products in tensor memory (sm_100) have a prologue of their own, which copies again
         assert wide == copies or (cap == 100 and first.utcmma > 0 and wide > copies)
@@ -100,7 +100,7 @@ OF_SPARSE = [(64, FP16), (96, FP16), (256, FP16), (96, FP32)]
 CACHES = [(None, 0, [80, 90, *OTHERS]), (INT8, 0, [80, 90]), (PLANES, 0, [80, 89, 90]), (PLANES, TAIL, [80, 89, 90])]
 # what the ordinary run builds, of 128 dims in bf16: operator, device, query rows of a kv head, what a cache holds, tail
 OFTEN = {
-    *(("decode", 80, n_rows, None, 0) for n_rows in (16, 64)), ("mass", 100, 64, None, 0),
+    *(("decode", 80, n_rows, None, 0) for n_rows in (16, 64)), *(("mass", cap, 64, None, 0) for cap in (90, 100)),
     ("decode", 80, 16, INT8, 0), ("decode", 90, 64, INT8, 0), ("mass", 80, 64, INT8, 0), ("mass", 90, 16, INT8, 0),
     *(("decode", cap, 16, PLANES, 0) for cap in (80, 90)), ("mass", 90, 32, PLANES, TAIL),
     ("key_mass", 120, 1024, None, 0), *((op, cap, 1024, INT8, 0) for op in ("lse", "key_mass") for cap in (80, 90)),
@@ -237,10 +237,11 @@ def test_no_length_or_number_of_rows_or_tokens_builds_another_kernel(op: str, ca
         ("key_mass", {"n_tokens": 256, "n_batch": 3, "n_keys": 1025}, [(9, 24)]),
         # a short chunk is decoded in splits
         ("prefill", {"n_tokens": 32, "n_batch": 1}, [(1, 8, 4096 // prefill_triton.PREFILL_SPLIT), (128, 8)]),
-        # the list alone decides, and one chunk needs no merge
+        # the list decides, and the rows and kv heads; one chunk needs no merge
         ("sparse", SEVERAL, [(5, 16, 1), (4, 16)]),
-        ("sparse", SEVERAL | {"n_batch": 32, "n_tokens": 4}, [(5, 256, 1), (16, 256)]),
-        ("sparse", {"n_listed": 4000, "width": 138}, [(9, 16, 1), (4, 16)]), ("sparse", ONE_CHUNK, [(1, 16, 1)]),
+        ("sparse", SEVERAL | {"n_batch": 16, "n_tokens": 4}, [(3, 128, 1), (16, 128)]),
+        ("sparse", SEVERAL | {"n_batch": 32}, [(1, 256, 1)]),
+        ("sparse", {"n_listed": 4000, "width": 138}, [(17, 16, 1), (4, 16)]), ("sparse", ONE_CHUNK, [(1, 16, 1)]),
     ],
 )  # fmt: skip
 def test_a_program_is_launched_for_each_tile_and_head_and_split(

@@ -100,6 +100,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cpu_draw": lambda: (torch.rand(B, 50).softmax(-1), torch.rand(B)),
     "cpu_uniform": lambda: (torch.randint(99, (B,)), torch.randint(99, (B, 3)), 1),
     "int8_linear": lambda: (queries(), *kernels.quantize_rows(torch.randn(96, H)), torch.randn(96).bfloat16()),
+    "float8_rows": lambda: (torch.randn(5, 96).bfloat16(),),
     "planes_linear": lambda: (queries(), *split(torch.randn(96, H).bfloat16()), torch.randn(96).bfloat16()),
     "decode_attention": lambda: (*dense(), 256),
     "decode_attention one": lambda: (*dense(1), 256),

@@ -52,6 +52,15 @@ def test_many_rows_are_multiplied_with_a_copy_that_is_made_in_one_pass() -> None
     assert got.equal(torch.nn.functional.linear(x, (weight * scale[:, None]).to(BF16), bias))
 
 
+def test_rows_become_float8_in_one_kernel_as_by_torch() -> None:
+    rows = torch.randn(3, 9000, generator=torch.Generator().manual_seed(0)).to(BF16)
+    rows[1], rows[2, :5] = 0, torch.tensor([300.0, -500, 2.0**-20, 0, 1])
+    numbers, scale = int8_triton.float8_rows(rows, int8.LEAST)
+    expected, own = int8.scaled(rows, torch.float8_e4m3fn)
+    # the interpreter rounds up within a binade, but not to the next one
+    assert scale.equal(own) and (numbers.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 0.03
+
+
 @pytest.mark.parametrize("n_rows", few([1, 17, 63, planes.MOST_TILED + 1], [17, planes.MOST_TILED + 1]))
 def test_weights_in_planes_or_kept_whole_multiply_as_in_fp64(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planes, "triton_serves", lambda device: True)
@@ -65,4 +74,5 @@ def test_weights_in_planes_or_kept_whole_multiply_as_in_fp64(n_rows: int, monkey
         got = planes._planes_linear._init_fn(x, held.upper, lower, *held[2:], bias)
         expected, most = x.double() @ exact.double().t() + bias.double(), x.double().abs() @ exact.double().abs().t()
         assert ((got.double() - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-20 * most).all()
-        assert int8_triton.joined(held.upper, lower, held.scale).index_copy_(0, held.rows, held.whole).equal(exact)
+        is_held = torch.ones(40, dtype=torch.bool).index_fill(0, held.rows, lower is None)
+        assert int8_triton.joined(held.upper, lower, held.scale)[is_held].equal(exact[is_held])

@@ -4,6 +4,7 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
         C listed entries, W entries of the window.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -26,10 +27,11 @@ class Case(Listed):
 
 
 def test_a_long_list_has_no_more_chunks_than_the_merge_reads() -> None:
-    for n_entries in (1, 192, 193, 1024, 1025, 2560, 2561, 4138, 8192, 8193, 100_000):
-        chunk = sparse_triton.chunk_for(n_entries)
+    for n_entries, n_pairs in itertools.product((1, 192, 193, 1024, 1025, 4138, 8193, 100_000), (1, 8, 128, 199, 500)):
+        chunk = sparse_triton.chunk_for(n_entries, n_pairs)
         assert chunk % 64 == 0 and -(-n_entries // chunk) <= sparse_triton.MOST_CHUNKS
-    assert 2 * sparse_triton.chunk_for(224 + 70) < 224 + 70
+    several = [sparse_triton.chunk_for(1032, n_pairs) for n_pairs in (8, 128, 198, 199)]
+    assert several == [128, 384, 640, 1152] and 2 * sparse_triton.chunk_for(224 + 70, 1) < 224 + 70
 
 
 TAILED = {"dtype": BF16, "held": PLANES, "tail": TAIL}
