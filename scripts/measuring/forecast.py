@@ -194,8 +194,8 @@ class System:
     ) -> Forecast:  # fmt: skip
         """Rounds of gamma drafts, including the cost of their selection; gamma 0 is plain decoding."""
         loading.check_planes(EngineConfig(kv_dtype=self.kv_dtype), draft, self.model)
-        device, policy, both = torch.device(self.device), registry.policy_class(draft.policy), draft.quantize == "planes"
-        under = replace(self.conditions(efficiency), precision="both planes" if both else self.quantize)
+        device, policy, n = torch.device(self.device), registry.policy_class(draft.policy), draft.quantize
+        under = replace(self.conditions(efficiency), precision="both planes" if n == "planes" else self.quantize)
         theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0
