@@ -17,7 +17,9 @@ MOST = 127  # the largest magnitude: -128 is not used, so that what is quantized
 LARGEST = {torch.int8: MOST, torch.float8_e4m3fn: 448.0}
 LEAST = 1e-30  # the smallest "largest value" of a row, below which all of it is 0
 EXACT = 1024  # products of two int8 whose sum fp32 holds exactly
-LONG = 8192  # numbers of a row, of which Inductor makes three kernels: of 16 rows of 14,336 in 8 us, where one takes 2
+# Numbers of a row beyond which Inductor makes three kernels, of 16 rows of 14,336 in 8 us where one takes 2; and those
+# up to which one has the registers.
+LONG, LONGEST = 8192, 2**15
 ROWS_AT_ONCE = 1024  # of a weight, which are quantized in fp32
 # More rows than these, a prompt's, are multiplied with a copy of the weight that a library takes. By what bounds both,
 # not timed: tiles of 64 rows issue at most some 390 TFLOP/s on Hopper, so M rows take 2 M / 390e12 s for each weight; a
@@ -48,7 +50,7 @@ def scaled(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [M, I] in e4m3 [M, I] and a scale for each, fp32 [M]; long ones on CUDA in one kernel."""
-    if rows.shape[1] > LONG and triton_serves(rows.device):
+    if LONG < rows.shape[1] <= LONGEST and triton_serves(rows.device):
         numbers, scale = _float8_rows(rows.contiguous())
         return numbers, scale
     return scaled(rows, torch.float8_e4m3fn)

@@ -142,9 +142,8 @@ def float8_rows(x: Tensor, least: float) -> tuple[Tensor, Tensor]:
     """See int8.scaled: x [M, I] -> e4m3 [M, I], fp32 [M]; least: of what is taken for a row's largest number."""
     out, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), dtype=torch.float32)
     assert x.is_contiguous()
-    float8_kernel[(len(x),)](
-        x, out, scale, x.shape[1], LEAST=least, BLOCK=triton.next_power_of_2(x.shape[1]), num_warps=8
-    )
+    block = triton.next_power_of_2(x.shape[1])
+    float8_kernel[(len(x),)](x, out, scale, x.shape[1], LEAST=least, BLOCK=block, num_warps=8)
     return out, scale
 
 

@@ -17,13 +17,14 @@ pytest.importorskip("triton")
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpt_fast_sd.fast import launches
+from gpt_fast_sd.fast.ops.int8 import LEAST, LONGEST
 from gpt_fast_sd.fast.triton import common as triton_common
 from gpt_fast_sd.fast.triton import decode as decode_triton
 from gpt_fast_sd.fast.triton import int8, select
 from gpt_fast_sd.fast.triton import prefill as prefill_triton
 from gpt_fast_sd.fast.triton import sparse as sparse_triton
 from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32, INT8, PLANES
-from tests.gpt_fast_sd.fast.launching import FEW, MANY, OTHERS, attend, attended, bound, new
+from tests.gpt_fast_sd.fast.launching import FEW, MANY, OTHERS, attend, attended, bound, launched, new
 from tests.gpuless.aot import SM_SHARED, assert_fits, assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch, stand_in
 from tests.helpers import Noting, thinned
@@ -248,6 +249,12 @@ def test_a_program_is_launched_for_each_tile_and_head_and_split(
     op: str, how: dict[str, Any], grids: list[tuple[int, ...]]
 ) -> None:
     assert [launch.grid for launch in attended(op, **how)] == grids
+
+
+@pytest.mark.parametrize("cap", [89, 90, 100, 120])
+def test_the_longest_rows_become_float8_without_spills(cap: int) -> None:
+    (launch,) = launched(cap, lambda: int8.float8_rows(new(16, LONGEST, dtype=BF16), LEAST))
+    assert_lean(launch.compiled, cap)
 
 
 @pytest.mark.parametrize(("arch", "family"), [(80, 80), (86, 80), (87, 80), (89, 80), (90, 90), (100, 90), (103, 90),
