@@ -5,11 +5,11 @@
     python scripts/verify.py --soak 60 --kv-dtype int8 --draft quantized
     python scripts/verify.py --model smollm2 --kv-dtype int8 --draft-quantize int8 --json proof.json
 
-Five checks, each a line, which says how rare a fault it would have found:
+Six checks, each a line, which says how rare a fault it would have found:
 
     greedy    tokens are those of plain decoding; an output may part from it only where the two logits are closer than
-              rounding is coarse: 0.25 in bf16, 0.03 in fp16 and int8, 0.0001 in fp32 for logits up to 16, and
-              twice that for each doubling (NEAR_TIE in scripts/measuring/lossless.py)
+              rounding is coarse: 0.25 in bf16, 0.03 in fp16 and int8, 0.0001 in fp32, more for logits above 16
+    cache     rounds leave the keys and values that plain steps of the same text leave, but for rounding
     samples   sampled tokens follow the target's exact distributions at every place of a round, and do not depend on
               their neighbours: where they lie in these is uniform (a G-test over quarters, of all contexts together)
     seeds     a seed gives the same tokens alone, beside others, again, in another order and in another slot
@@ -17,7 +17,8 @@ Five checks, each a line, which says how rare a fault it would have found:
     exact     with --exact logits and tokens are those of plain decoding, bit for bit
 
 A third of the drafts are made worse on purpose, by a flatter q and by tokens that are unlikely, so that some are
-refused however good drafts are; where none was, the check says that nothing was tested, and fails.
+refused however good drafts are; where none was, the check says that nothing was tested, and fails. What drafts leave in
+the target's cache is NaN when it verifies.
 
 --soak MINUTES in their place lets one engine change its policy again and again, through all of them, and decode random
 requests: every greedy output is compared with one forward of the model (over a cache of fewer bits, with the target's

@@ -1,9 +1,9 @@
-"""Whether speculation changes anything: where outputs part and how close it was, and the five checks of verify.py.
+"""Whether speculation changes anything: where outputs part and how close it was, and the six checks of verify.py.
 
 Meanwhile a third of the drafts are made worse, as no check would find what goes wrong where a draft is refused if none
-is: then nothing was tested, which fails.
+is: then nothing was tested, which fails. And what drafts leave in the target's cache is no number any more.
 
-Shapes: B slots, T tokens in this call, S cache capacity, D model width, V vocabulary.
+Shapes: B slots, T tokens in this call, S cache capacity, L layers, K kv heads, H head dim, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ from measuring.machine import release_memory
 # the roundings of long sums. In an int8 cache a number between two steps may be rounded to either, and such a step is
 # small compared with what bf16 rounds away.
 NEAR_TIE = {"bf16": 0.25, "fp16": 0.03, "int8": 0.03, "fp32": 1e-4}
+# Distances of an entry of a cache, in standard deviations of its layer, that rounding is always granted: four units in
+# the last place of 16 bits, a step of int8.
+ROUNDED = {"bf16": 2**-6, "fp16": 2**-9, "int8": 2**-5, "fp32": 1e-5}
+# times that rounding of one kind may be as large as of another, a round's and a prefill's, an engine's and a forward's:
+# for logits of 8,192 prompts of two tokens of the bundled model it was 4.7 times at most, and 2.9 for all but 8
+FARTHER = 6.0
 LENGTHS = 64  # tokens of which every forward has a multiple
 
 
@@ -155,6 +161,7 @@ def prove(
             raise ValueError(f'{what} "auto" depends on measured times, which no seed fixes: name one')
         with worsened(engine):
             yield tested(greedy(engine, prompts, n_tokens), engine)
+            yield tested(cache(engine, prompts, n_tokens), engine)
             try:
                 yield tested(samples(engine, prompts, n_tokens, n_samples), engine)
             except ArithmeticError as error:
@@ -172,7 +179,8 @@ def prove(
 def worsened(engine: Engine) -> Iterator[None]:
     """Meanwhile a draft at every third place of a text follows a worse q: some are refused, however good a policy is.
 
-    A flatter one than the policy's, and for 30 % another token; of a policy without a q it is that other token.
+    A flatter one than the policy's, and for 30 % another token; of a policy without a q it is that other token. What
+    drafts leave in the target's cache is NaN by the time of verification, which must write over all of it.
     """
     policy, rounds = engine.policy, engine.schedule.rounds
     assert policy
@@ -180,7 +188,12 @@ def worsened(engine: Engine) -> Iterator[None]:
 
     def worse(state: BatchState, plan: RoundPlan) -> Draft:
         draft = propose(state, plan)
-        place = state.seq_len[:, None] + torch.arange(draft.tokens.shape[1], device=state.seq_len.device)  # [B, gamma]
+        step = torch.arange(draft.tokens.shape[1] + 1, device=state.seq_len.device)  # [gamma + 1]
+        fed = torch.where(state.active, state.seq_len, engine.cache.capacity)[:, None] + step  # see Round.feed
+        row = torch.arange(len(fed), device=fed.device)[:, None]  # [B, 1]
+        for buffer in (x for x in engine.cache.buffers if x.dtype.is_floating_point):  # of int8 the scales
+            buffer[row, :, fed] = buffer.new_full((), math.nan)  # a capture takes no number from the host
+        place = state.seq_len[:, None] + step[:-1]  # [B, gamma]
         here, other = place % 3 == 0, (state.pending[:, None] + place) % engine.model.config.vocab_size
         if draft.q is None or not draft.tokens.numel():
             return replace(draft, tokens=torch.where(here, other, draft.tokens))
@@ -237,6 +250,56 @@ def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
         text += f"; prompt {at.index} parts at token {at.position}, where they are {at.gap:.2g} apart"
     figures = {"differences": [asdict(one) for one in found], "near_tie": limit, "acceptance": stats.acceptance_rate}
     return Finding("greedy", not wrong, text, figures | {"outputs": len(rows)})
+
+
+@torch.inference_mode()
+def cache(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
+    """Rounds leave the keys and values that plain steps of the same texts leave, but for rounding.
+
+    Rounding is what a prefill leaves otherwise than plain steps, FARTHER times that, and what ROUNDED grants.
+    """
+    schedule, kept = engine.schedule, list[tuple[list[int], int, Tensor]]()
+    plain, prefilled, release = list[Tensor](), list[Tensor](), schedule.release
+
+    def noted(slot: int) -> None:
+        if request := schedule.slots[slot]:
+            ids, n = [*request.prompt, *request.tokens[:-1]], len(request.tokens)
+            kept.append((ids, n, entries_of(engine, slot, len(ids), n)))
+        release(slot)
+
+    schedule.release = noted  # type: ignore[method-assign]
+    try:
+        engine.generate(prompts, _mixed(len(prompts), n_tokens))
+    finally:
+        del schedule.release
+    for slot in range(len(schedule.slots)):  # nothing that rounds may have changed is compared with itself
+        schedule.prefill.keep(slot, 0)
+    for ids, n, _ in kept:
+        engine.logits(ids, last=n)
+        plain.append(entries_of(engine, 0, len(ids), n))
+        schedule.prefill.fill(0, ids)
+        prefilled.append(entries_of(engine, 0, len(ids), n))
+        release(0)
+    ours, theirs, others = (torch.cat([*each], 3) for each in ((one for *_, one in kept), plain, prefilled))
+    size = theirs.square().mean((2, 3, 4)).sqrt()[..., None]  # [L, 2, 1]
+    off, rounding = ((x - theirs).square().mean(-1).sqrt().amax(2) / size for x in (ours, others))  # [L, 2, n]
+    limit = (FARTHER * rounding.amax(2, True)).clamp(min=max(ROUNDED[dtype] for dtype in dtypes_of(engine)))
+    right, worst, most = (off <= limit).all(0).all(0), float((off / limit).max()), float(limit.max())  # NaN is wrong
+    text = (
+        f"keys and values of {int(right.sum()):,} of {len(right):,} tokens are those of plain steps, off by at most "
+        f"{worst:.2g} of what rounding explains, {most:.2g} of their standard deviation{seen(len(right))}"
+    )
+    return Finding("cache", bool(right.all()), text, {"tokens": len(right), "farthest": worst, "limit": most})
+
+
+def entries_of(engine: Engine, slot: int, end: int, n: int) -> Tensor:
+    """Keys and values of the last 2 n tokens of a slot that holds `end`, fp32 [L, 2, K, 2 n, H]: n are a prompt's."""
+    found = []
+    for layer in engine.cache.layers:
+        parts = [buffer[slot, :, max(0, end - 2 * n) : end] for buffer in layer.buffers]
+        for numbers, scale in (layer.format.read(parts[of::2]) for of in (0, 1)):
+            found.append(numbers.float() if scale is None else numbers * scale.float()[..., None])  # [K, n, H]
+    return torch.stack(found).unflatten(0, (-1, 2)).cpu()  # type: ignore[no-any-return]
 
 
 def dtypes_of(engine: Engine) -> list[str]:
@@ -395,11 +458,8 @@ def _sampled(
     """
     policy, captured = engine.policy, engine.schedule.rounds.capture
     assert policy
-    propose, own, likeliest = (
-        policy.propose,
-        vars(policy).get("propose"),
-        torch.zeros(engine.config.batch_size, 0, 0).long(),
-    )
+    propose, own = policy.propose, vars(policy).get("propose")
+    likeliest = torch.zeros(engine.config.batch_size, 0, 0).long()
 
     def noted(state: BatchState, plan: RoundPlan) -> Draft:
         nonlocal likeliest
