@@ -151,6 +151,7 @@ def test_the_cache_of_every_policy_and_format_is_that_of_plain_steps(form: str |
     with lossless.worsened(one):
         one.schedule.rounds.capture = (lambda part: part) if name == "captured" else None
         finding = lossless.tested(lossless.cache(one, PROMPTS, 2 * N_TOKENS), one)
+        assert (one.schedule.rounds.captured > 0) is (name == "captured")
     assert finding.passed and finding.figures["limit"] < 0.2, finding.line
 
 
