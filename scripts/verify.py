@@ -16,7 +16,7 @@ Six checks, each a line, which says how rare a fault it would have found:
     refill    NaN or the largest numbers in all that is unused of the caches change no token
     exact     with --exact logits and tokens are those of plain decoding, bit for bit
 
-A third of the drafts are made worse on purpose, by a flatter q and by tokens that are unlikely, so that some are
+A third of the drafts are made worse on purpose, by a q of half of the tokens and by unlikely ones, so that some are
 refused however good drafts are; where none was, the check says that nothing was tested, and fails. What drafts leave in
 the target's cache is NaN when it verifies.
 
