@@ -58,7 +58,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--text", metavar="FILE", type=Path, default=BUNDLED / "document.txt", help="to take prompts from, UTF-8")
     add("--context", metavar="N", type=positive, help=f"tokens of the longest prompt (default: {LONGEST}, or fewer)")
     add("--max-new-tokens", metavar="N", type=positive, default=32, help="of each output (default: 32)")
-    add("--samples", metavar="N", type=samples, default=6000, help="tokens that are sampled (default: 6000)")
+    add("--samples", metavar="N", type=samples, default=4000, help="tokens that are sampled (default: 4000)")
     add("--soak", metavar="MINUTES", type=positive, help="random requests over all policies for so long, instead")
     add("--json", metavar="FILE", type=Path, help="write what was found there")
     who = parser.add_argument_group("who drafts")
