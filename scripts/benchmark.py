@@ -44,24 +44,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import flags
 from common import parser_of, refuse, refusing, sentence, started
 from files import check_files
-from flags import (
-    FIELDS,
-    add_engine_flags,
-    add_flags,
-    config_of,
-    count,
-    drafters,
-    gammas,
-    given_beside,
-    join,
-    names,
-    positive,
-    real,
-    seed,
-    sizes,
-)
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import load_tokenizer, read_config
@@ -75,7 +60,7 @@ from measuring.points import lengths_of
 from records import Encoder
 
 PROGRAM = "benchmark.py"
-SECONDS = real("a positive number of seconds", lambda found: 0 < found < math.inf)
+SECONDS = flags.real("a positive number of seconds", lambda found: 0 < found < math.inf)
 TIMED = {"max_new_tokens": 64, "pairs": 3, "seed": 0, "dtype": "auto", "plots": None}
 DEFAULTS: dict[str, Record] = {  # of flags that were not given, by what is measured; what is not here is not read there
     "size": {
@@ -126,7 +111,7 @@ def prepare(args: argparse.Namespace) -> Job:
     settings, skipped = grid.buildable(wanted, args.gamma, draft_fields(vars(args)))
     for temperature in args.temperature:
         modes.params_of(args, temperature, 0)
-    engine_config = config_of(EngineConfig, args, batch_size=1, max_seq_len=1)
+    engine_config = flags.config_of(EngineConfig, args, batch_size=1, max_seq_len=1)
     folder = locate(args.model)
     config = read_config(folder)
     if args.draft_model:
@@ -149,7 +134,7 @@ def prepare(args: argparse.Namespace) -> Job:
         most = max(args.batch) * max(args.context) * (getattr(args, "sets", None) or 1)
         made = random_text(most, config.vocab_size, args.seed)
         kept = RoundTheText(made, config.bos_id, {"synthetic": args.seed})
-    parallel = join(args)
+    parallel = flags.join(args)
     if parallel.dp > 1:
         raise ValueError(
             f"a benchmark measures one copy of the model, and {parallel.dp * parallel.tp} processes with --tp "
@@ -227,22 +212,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     what.add_argument("--lossless", action="store_true", help="compare every policy with plain decoding, in fp32")
     what.add_argument("--draw", metavar="FILE.json", type=Path, nargs="+", help="measure nothing: draw what is there")
-    add("--context", metavar="S,S", type=sizes, help="tokens of a prompt (default: 1k,4k; what the text holds for "
-        "every row, at most 4,096, with --sweep budget)")  # fmt: skip
-    add("--pairs", metavar="N", type=count, help=f"pairs of timed runs for each point (default: {defaults('pairs')})")
+    add("--context", metavar="S,S", type=flags.sizes, help="tokens of a prompt (default: 1k,4k; what the text holds "
+        "for every row, at most 4,096, with --sweep budget)")  # fmt: skip
+    add("--pairs", metavar="N", type=flags.count, help=f"pairs of timed runs of a point (default: {defaults('pairs')})")
     add("--seconds", metavar="S", type=SECONDS, help="go on with pairs until they took so long: short runs need many "
         "(default: as many as --pairs says)")  # fmt: skip
     add("--precisions", metavar="P,P", type=lambda text: text.split(","), help="what is quantized, each CACHE, "
         f"CACHE/DRAFTS or CACHE/DRAFTS/WEIGHTS (default: {defaults('precisions')})")  # fmt: skip
-    add("--prompts", metavar="N", type=positive, help="with --lossless (default: 200)")
-    add("--shortest", metavar="N", type=positive, help="tokens of its shortest prompt (default: 20)")
-    add("--longest", metavar="N", type=positive, help="tokens of its longest prompt (default: 1500)")
+    add("--prompts", metavar="N", type=flags.positive, help="with --lossless (default: 200)")
+    add("--shortest", metavar="N", type=flags.positive, help="tokens of its shortest prompt (default: 20)")
+    add("--longest", metavar="N", type=flags.positive, help="tokens of its longest prompt (default: 1500)")
     add("--text", metavar="FILE", type=Path, nargs="+", help="texts or prompts, a file of a published form, "
         "hf:NAME[:CONFIG][:SPLIT] or ruler:TASK[=FILE] (default: the bundled document)")  # fmt: skip
-    add("--fields", metavar="A,B", type=names, default=[], help=FIELDS)
-    add("--skip", metavar="N", type=count, default=0, help="first tokens of each text that are left out (default: 0)")
-    add("--sets", metavar="N", type=positive, help="of prompts that share no text, each timed in --pairs pairs; the "
-        "mean over sets has an interval of 95 %% (default: 1)")  # fmt: skip
+    add("--fields", metavar="A,B", type=flags.names, default=[], help=flags.FIELDS)
+    add("--skip", metavar="N", type=flags.count, default=0, help="first tokens of each text, left out (default: 0)")
+    add("--sets", metavar="N", type=flags.positive, help="of prompts that share no text, each timed in --pairs pairs; "
+        "the mean over sets has an interval of 95 %% (default: 1)")  # fmt: skip
     add("--synthetic", action="store_true", help="prompts of random tokens: real work, acceptance without meaning")
     add("--json", metavar="FILE", type=Path, help="keep every point here; go on from what it holds")
     add("--fresh", action="store_true", help="forget what --json holds")
@@ -251,30 +236,30 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     def several(name: str, kind: Callable[[str], Any], metavar: str) -> Record:
         return {"metavar": metavar, "type": kind, "default": None, "unset": defaults(name)}
 
-    add_flags(
+    flags.add_flags(
         parser.add_argument_group("who drafts"), DraftConfig,
         policy={
-            "flag": "--draft", "metavar": "P,P", "type": drafters, "default": None, "allowed": known_drafters(),
+            "flag": "--draft", "metavar": "P,P", "type": flags.drafters, "default": None, "allowed": known_drafters(),
             "unset": "streaming; all but full with --sweep budget, all with --lossless",
         },
-        budget=several("budget", sizes, "K,K"), gamma=several("gamma", gammas, "N,N"), cheap=None,
+        budget=several("budget", flags.sizes, "K,K"), gamma=several("gamma", flags.gammas, "N,N"), cheap=None,
     )  # fmt: skip
-    add_flags(
+    flags.add_flags(
         parser.add_argument_group("how rows are continued"), SamplingParams,
-        max_tokens={"type": positive, "default": None, "unset": defaults("max_new_tokens")},
+        max_tokens={"type": flags.positive, "default": None, "unset": defaults("max_new_tokens")},
         temperature={"metavar": "T,T", "type": temperatures, "default": [0.0]},
-        seed={"type": seed, "unset": defaults("seed"),
+        seed={"type": flags.seed, "unset": defaults("seed"),
               "help": "of sampling (row i: S + i), of --synthetic and of --lossless"},
         stop=None, ignore_eos=None, stop_token_ids=None, logprobs=None,
     )  # fmt: skip
-    add_engine_flags(
-        parser, batch_size=several("batch", sizes, "B,B") | {"flag": "--batch", "help": "rows decoded together"},
+    flags.add_engine_flags(
+        parser, batch_size=several("batch", flags.sizes, "B,B") | {"flag": "--batch", "help": "rows decoded together"},
         max_seq_len=None, dtype={"default": None, "unset": defaults("dtype")},
     )  # fmt: skip
     args = parser.parse_args(argv)
     args.mode = "draw" if args.draw else "lossless" if args.lossless else args.sweep
     settle(args)
-    if args.draw and (idle := given_beside(parser, args, "draw", "plots", "mode")):
+    if args.draw and (idle := flags.given_beside(parser, args, "draw", "plots", "mode")):
         raise ValueError(f"{idle[0]} does nothing with --draw: leave it out")
     return args
 

@@ -166,17 +166,14 @@ BESIDE = Table(
 
 
 def report(result: Record) -> str:
-    sections = [
-        ("Perplexity on text that it never saw", PERPLEXITY, result["perplexity"]),
-        ("Needles: exact answers / digits right", *needle_table(result["needle"])),
-        ("Look-ups", LOOKUPS, result["lookup"]),
-    ]
+    sections = [("Perplexity on text that it never saw", PERPLEXITY, result["perplexity"]),
+                ("Needles: exact answers / digits right", *needle_table(result["needle"])),
+                ("Look-ups", LOOKUPS, result["lookup"])]  # fmt: skip
     if reference := result.get("reference"):
         sections += [
             (f"Beside {reference['name']}", BESIDE, reference["logits"]),
-            ("Its needles", *needle_table(reference["needle"])),
-            ("Its look-ups", LOOKUPS, reference["lookup"]),
-        ]
+            ("Its needles", *needle_table(reference["needle"])), ("Its look-ups", LOOKUPS, reference["lookup"]),
+        ]  # fmt: skip
     return "\n\n".join("\n".join([title, "", *table.lines(rows)]) for title, table, rows in sections if rows)
 
 

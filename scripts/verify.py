@@ -5,19 +5,20 @@
     python scripts/verify.py --soak 60 --kv-dtype int8 --draft quantized
     python scripts/verify.py --model smollm2 --kv-dtype int8 --draft-quantize int8 --json proof.json
 
-Five checks, each a line, which says how rare a fault it would have found:
+Six checks, each a line, which says how rare a fault it would have found:
 
     greedy    tokens are those of plain decoding; an output may part from it only where the two logits are closer than
-              rounding is coarse: 0.25 in bf16, 0.03 in fp16 and int8, 0.0001 in fp32 for logits up to 16, and
-              twice that for each doubling (NEAR_TIE in scripts/measuring/lossless.py)
+              rounding is coarse: 0.25 in bf16, 0.03 in fp16 and int8, 0.0001 in fp32, more for logits above 16
+    cache     rounds leave the keys and values that plain steps of the same text leave, but for rounding
     samples   sampled tokens follow the target's exact distributions at every place of a round, and do not depend on
               their neighbours: where they lie in these is uniform (a G-test over quarters, of all contexts together)
     seeds     a seed gives the same tokens alone, beside others, again, in another order and in another slot
     refill    NaN or the largest numbers in all that is unused of the caches change no token
     exact     with --exact logits and tokens are those of plain decoding, bit for bit
 
-A third of the drafts are made worse on purpose, by a flatter q and by tokens that are unlikely, so that some are
-refused however good drafts are; where none was, the check says that nothing was tested, and fails.
+A third of the drafts are made worse on purpose, by a q of half of the tokens and by unlikely ones, so that some are
+refused however good drafts are; where none was, the check says that nothing was tested, and fails. What drafts leave in
+the target's cache is NaN when it verifies.
 
 --soak MINUTES in their place lets one engine change its policy again and again, through all of them, and decode random
 requests: every greedy output is compared with one forward of the model (over a cache of fewer bits, with the target's
@@ -57,7 +58,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--text", metavar="FILE", type=Path, default=BUNDLED / "document.txt", help="to take prompts from, UTF-8")
     add("--context", metavar="N", type=positive, help=f"tokens of the longest prompt (default: {LONGEST}, or fewer)")
     add("--max-new-tokens", metavar="N", type=positive, default=32, help="of each output (default: 32)")
-    add("--samples", metavar="N", type=samples, default=6000, help="tokens that are sampled (default: 6000)")
+    add("--samples", metavar="N", type=samples, default=4000, help="tokens that are sampled (default: 4000)")
     add("--soak", metavar="MINUTES", type=positive, help="random requests over all policies for so long, instead")
     add("--json", metavar="FILE", type=Path, help="write what was found there")
     who = parser.add_argument_group("who drafts")

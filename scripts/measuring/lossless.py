@@ -1,9 +1,9 @@
-"""Whether speculation changes anything: where outputs part and how close it was, and the five checks of verify.py.
+"""Whether speculation changes anything: where outputs part and how close it was, and the six checks of verify.py.
 
 Meanwhile a third of the drafts are made worse, as no check would find what goes wrong where a draft is refused if none
-is: then nothing was tested, which fails.
+is: then nothing was tested, which fails. And what drafts leave in the target's cache is no number any more.
 
-Shapes: B slots, T tokens in this call, S cache capacity, D model width, V vocabulary.
+Shapes: B slots, T tokens in this call, S cache capacity, L layers, K kv heads, H head dim, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ from measuring.machine import release_memory
 # the roundings of long sums. In an int8 cache a number between two steps may be rounded to either, and such a step is
 # small compared with what bf16 rounds away.
 NEAR_TIE = {"bf16": 0.25, "fp16": 0.03, "int8": 0.03, "fp32": 1e-4}
+# of an entry of a cache, over its layer's root mean square: four units in the last place of 16 bits, a step of int8
+ROUNDED = {"bf16": 2**-6, "fp16": 2**-9, "int8": 2**-5, "fp32": 1e-5}
+# times that rounding of one kind may be as large as of another, a round's and a prefill's, an engine's and a forward's:
+# for logits of 8,192 prompts of two tokens of the bundled model it was 4.7 times at most, and 2.9 for all but 8
+FARTHER = 6.0
 LENGTHS = 64  # tokens of which every forward has a multiple
 
 
@@ -123,7 +128,7 @@ CHANCE, POWER = 1e-5, 0.99  # of failing without a cause; of finding a distance
 BINS, LEAST = 4, 40  # equal parts of distributions, and how many tokens must be at a place
 MOST = 8000.0  # the largest statistic and noncentrality that are computed with
 FREE: dict[str, Any] = {"temperature": 1.0}
-TOP = 32  # of a draft's tokens, the likeliest, whose order is noted
+WORSE, TOP = 3, 32  # of so many drafts one is made worse; of its tokens, the likeliest, whose order is noted
 OTHER_STREAM = 9  # of random numbers, which no engine uses
 FILTERED: dict[str, Any] = FREE | {"top_k": 20, "top_p": 0.9}
 
@@ -155,6 +160,7 @@ def prove(
             raise ValueError(f'{what} "auto" depends on measured times, which no seed fixes: name one')
         with worsened(engine):
             yield tested(greedy(engine, prompts, n_tokens), engine)
+            yield tested(cache(engine, prompts, n_tokens), engine)
             try:
                 yield tested(samples(engine, prompts, n_tokens, n_samples), engine)
             except ArithmeticError as error:
@@ -172,7 +178,8 @@ def prove(
 def worsened(engine: Engine) -> Iterator[None]:
     """Meanwhile a draft at every third place of a text follows a worse q: some are refused, however good a policy is.
 
-    A flatter one than the policy's, and for 30 % another token; of a policy without a q it is that other token.
+    It knows half of the tokens, so that what is right after a refusal is far from p, and for 30 % is another token; of
+    a policy without a q it is that one. What drafts leave in the target's cache is NaN by the time of verification.
     """
     policy, rounds = engine.policy, engine.schedule.rounds
     assert policy
@@ -180,20 +187,26 @@ def worsened(engine: Engine) -> Iterator[None]:
 
     def worse(state: BatchState, plan: RoundPlan) -> Draft:
         draft = propose(state, plan)
-        place = state.seq_len[:, None] + torch.arange(draft.tokens.shape[1], device=state.seq_len.device)  # [B, gamma]
-        here, other = place % 3 == 0, (state.pending[:, None] + place) % engine.model.config.vocab_size
+        step = torch.arange(draft.tokens.shape[1] + 1, device=state.seq_len.device)  # [gamma + 1]
+        fed = torch.where(state.active, state.seq_len, engine.cache.capacity)[:, None] + step  # see Round.feed
+        row = torch.arange(len(fed), device=fed.device)[:, None]  # [B, 1]
+        for buffer in (x for x in engine.cache.buffers if x.dtype.is_floating_point):  # of int8 the scales
+            buffer[row, :, fed] = buffer.new_full((), math.nan)  # a capture takes no number from the host
+        place = state.seq_len[:, None] + step[:-1]  # [B, gamma]
+        here, other = place % WORSE == 0, (state.pending[:, None] + place) % engine.model.config.vocab_size
         if draft.q is None or not draft.tokens.numel():
             return replace(draft, tokens=torch.where(here, other, draft.tokens))
-        flat = draft.q**0.4
-        q = (0.7 * flat / flat.sum(-1, keepdim=True)).scatter_add(
-            -1, other[..., None], torch.full_like(flat, 0.3)[..., :1]
-        )
+        half = torch.arange(draft.q.shape[-1], device=place.device) % 2 != place[..., None] % 2  # [B, gamma, V]
+        likely = draft.q * (half + 0.02)
+        rest = torch.full_like(likely[..., :1], 0.3)
+        q = (0.7 * likely / likely.sum(-1, keepdim=True)).scatter_add(-1, other[..., None], rest)
         u = uniform(state.table.seed[:, None], place, OTHER_STREAM)
         (drawn,) = state.vocabulary.decided(draw(q.flatten(0, 1), u.flatten()).view_as(place))
         tokens = torch.where(here, drawn, draft.tokens)
         return replace(draft, tokens=tokens, q=torch.where(here[..., None], q, draft.q))
 
     policy.propose = worse  # type: ignore[method-assign]
+    rounds.set_replay(rounds.replay)  # so that what is new does not first run in a capture
     rounds.forget()
     try:
         yield
@@ -237,6 +250,54 @@ def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
         text += f"; prompt {at.index} parts at token {at.position}, where they are {at.gap:.2g} apart"
     figures = {"differences": [asdict(one) for one in found], "near_tie": limit, "acceptance": stats.acceptance_rate}
     return Finding("greedy", not wrong, text, figures | {"outputs": len(rows)})
+
+
+@torch.inference_mode()
+def cache(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
+    """Rounds leave the keys and values of plain steps, up to ROUNDED, or FARTHER times as far as a prefill is off."""
+    schedule, kept = engine.schedule, list[tuple[list[int], int, Tensor]]()
+    distances, squares, release = list[Tensor](), list[Tensor](), schedule.release
+
+    def noted(slot: int) -> None:
+        if request := schedule.slots[slot]:
+            ids, n = [*request.prompt, *request.tokens[:-1]], len(request.tokens)
+            kept.append((ids, n, entries_of(engine, slot, len(ids), n)))
+        release(slot)
+
+    schedule.release = noted  # type: ignore[method-assign]
+    try:
+        engine.generate(prompts, _mixed(len(prompts), n_tokens))
+    finally:
+        del schedule.release
+    for slot in range(len(schedule.slots)):  # nothing that rounds may have changed is compared with itself
+        schedule.prefill.keep(slot, 0)
+    for ids, n, ours in kept:
+        engine.logits(ids, last=n)
+        plain = entries_of(engine, 0, len(ids), n)
+        schedule.prefill.fill(0, ids)
+        both = torch.stack([ours, entries_of(engine, 0, len(ids), n)])  # [2, L, 2, K, n, H]
+        distances.append((both - plain).square().mean(-1).amax(3))
+        squares.append(plain.square().mean((2, 3, 4)))
+        release(0)
+    off, rounding = torch.cat(distances, 3).sqrt() / torch.stack(squares).mean(0).sqrt()[..., None]  # [L, 2, n] each
+    limit = (FARTHER * rounding.amax(2, True)).clamp(min=max(ROUNDED[dtype] for dtype in dtypes_of(engine)))
+    share = (off / limit).nan_to_num(1e9)  # NaN is wrong
+    right, worst, most = (share <= 1).all(0).all(0), float(share.max()), float(limit.max())
+    text = (
+        f"keys and values of {int(right.sum()):,} of {len(right):,} tokens are those of plain steps, off by at most "
+        f"{worst:.2g} times what rounding explains, which is {most:.2g} of a layer's size{seen(len(right))}"
+    )
+    return Finding("cache", bool(right.all()), text, {"tokens": len(right), "farthest": worst, "limit": most})
+
+
+def entries_of(engine: Engine, slot: int, end: int, n: int) -> Tensor:
+    """Keys and values of the last 2 n tokens of a slot that holds `end`, fp32 [L, 2, K, 2 n, H]: n are a prompt's."""
+    found = []
+    for layer in engine.cache.layers:
+        parts = [buffer[slot, :, max(0, end - 2 * n) : end] for buffer in layer.buffers]
+        for numbers, scale in (layer.format.read(parts[of::2]) for of in (0, 1)):
+            found.append(numbers.float() if scale is None else numbers * scale.float()[..., None])  # [K, n, H]
+    return torch.stack(found).unflatten(0, (-1, 2)).cpu()  # type: ignore[no-any-return]
 
 
 def dtypes_of(engine: Engine) -> list[str]:
@@ -295,11 +356,11 @@ def next_above(freedom: int, rounding: float = 0.0, chance: float = CHANCE) -> f
 
 
 def smallest_distance(n: int, freedom: int, rounding: float = 0.0) -> float:
-    """The distance d that n samples find with POWER in one of four tests.
+    """The distance d that n samples find with POWER in one of six tests.
 
     It adds at least 4 n d^2 to the statistic (Cauchy, Schwarz).
     """
-    limit = next_above(freedom, rounding, CHANCE / 4)
+    limit = next_above(freedom, rounding, CHANCE / 6)
     return math.sqrt(_falls_to(lambda x: 1 - chance_of(limit, freedom, x), 1 - POWER) / (4 * n))
 
 
@@ -323,17 +384,19 @@ class Ranks:
 
     by_p: dict[int, list[float]] = field(default_factory=dict)  # the target's likeliest tokens come first
     by_q: dict[int, list[float]] = field(default_factory=dict)  # the draft's: a wrong judge prefers these, or others
+    worse: dict[int, list[float]] = field(default_factory=dict)  # by q where drafts are made worse, of all places
     products: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # of two: mean 0, variance 1
 
-    def statistics(self) -> list[tuple[float, int]]:
-        """Chi-squares and freedoms: G of all places together, with squared correlations, and of each; by p and by q."""
+    def statistics(self) -> list[tuple[float, int, int]]:
+        """Chi-squares, freedoms, tokens: G of all places together, with squared correlations, and of each."""
         squares = [sum(found) ** 2 / len(found) for found in self.products if len(found) >= LEAST]
-        tests = list[tuple[float, int]]()
-        for by_place in filter(None, (self.by_p, self.by_q)):
+        tests = list[tuple[float, int, int]]()
+        for by_place in filter(None, (self.by_p, self.by_q, self.worse)):
             counts = list(counts_of(by_place).values())
             if counts:
-                whole = g_statistic(torch.stack(counts).sum(0)) + sum(squares), BINS - 1 + len(squares)
-                tests += [whole, (sum(map(g_statistic, counts)), len(counts) * (BINS - 1))]
+                every = torch.stack(counts).sum(0)
+                n, whole = int(every.sum()), (g_statistic(every) + sum(squares), BINS - 1 + len(squares))
+                tests += [(*whole, n), (sum(map(g_statistic, counts)), len(counts) * (BINS - 1), n)]
         return tests
 
 
@@ -375,10 +438,11 @@ def samples(engine: Engine, prompts: Prompts, n_tokens: int, n: int) -> Finding:
             logits, outputs[i], asked[i], gap, generator, [ids for _, ids in places[i]]
         )
         left_out, rounding = left_out + wrong, rounding + length * rounding_of(gap)
-        for (place, ids), of_p, of_q in zip(places[i], by_p, by_q, strict=True):
+        for at, ((place, ids), of_p, of_q) in enumerate(zip(places[i], by_p, by_q, strict=True), len(rows[i]) - 1):
             found.by_p.setdefault(place, []).append(of_p)
             if len(ids):
                 found.by_q.setdefault(place, []).append(of_q)
+                found.worse.setdefault(0, []).extend([of_q] * (at % WORSE == 0))
     beside = [(by_id[i][k], by_id[j][m]) for (i, k), (j, m) in itertools.pairwise(first) if i != j]
     then = [pair for ranks in by_id for pair in itertools.pairwise(ranks)]
     for products, pairs in zip(found.products, (then, beside), strict=True):
@@ -395,11 +459,8 @@ def _sampled(
     """
     policy, captured = engine.policy, engine.schedule.rounds.capture
     assert policy
-    propose, own, likeliest = (
-        policy.propose,
-        vars(policy).get("propose"),
-        torch.zeros(engine.config.batch_size, 0, 0).long(),
-    )
+    propose, own = policy.propose, vars(policy).get("propose")
+    likeliest = torch.zeros(engine.config.batch_size, 0, 0).long()
 
     def noted(state: BatchState, plan: RoundPlan) -> Draft:
         nonlocal likeliest
@@ -471,9 +532,9 @@ def _judged(found: Ranks, n: int, left_out: int, rounding: float, last: int) -> 
     if not tests:
         text = f"nothing tested: {n:,} sampled tokens are too few"
         return Finding("samples", False, text, figures)
-    chance = min(1.0, len(tests) * min(chance_of(*one, rounding) for one in tests))
+    chance = min(1.0, len(tests) * min(chance_of(g, k, rounding * m / n) for g, k, m in tests))
     sizes = sum(int(c.sum()) for c in counts.values()), min(int(c.sum()) for c in counts.values())
-    in_all, in_one = (smallest_distance(m, k, rounding) for m, (_, k) in zip(sizes, tests, strict=False))
+    in_all, in_one = (smallest_distance(m, k, rounding) for m, (_, k, _) in zip(sizes, tests, strict=False))
     text = (
         f"{n:,} sampled tokens at {len(counts)} places of a round against their exact distributions: p = {chance:.2g} "
         f"(fails below {CHANCE:g}); {in_all:.1%} of them in a wrong quarter of these, or {in_one:.1%} at the rarest "

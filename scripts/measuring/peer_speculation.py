@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,20 +70,15 @@ def entries() -> list[Entry]:
         )
         for weights in (AS_IT_COMES, SMALLER) for n in LLAMA_DRAFTS
     }  # fmt: skip
+    plain = Entry(peer="transformers", mode="", dtype="bf16", attention="sdpa")
     return [
         Entry(peer="ours", mode="", dtype="bf16"),
         *ours("int4 drafts", "all keys, ", policy="full", quantize="int4"),
         *ours("int4 drafts", "256 keys, ", policy="streaming", budget=256, quantize="int4"),
-        *ours("lookup", "", policy="lookup"),
-        *llama("", {"": ("none",)}),
-        *llama(", draft model", draft),
-        *llama(", lookup", LLAMA_LOOKUPS),
-        Entry(peer="transformers", mode="", dtype="bf16", attention="sdpa"),
-        *(
-            Entry(peer="transformers, lookup", mode=f"{n} drafts", dtype="bf16", attention="sdpa", lookup=n)
-            for n in LOOKED_UP
-        ),
-    ]
+        *ours("lookup", "", policy="lookup"), *llama("", {"": ("none",)}), *llama(", draft model", draft),
+        *llama(", lookup", LLAMA_LOOKUPS), plain,
+        *(replace(plain, peer="transformers, lookup", mode=f"{n} drafts", lookup=n) for n in LOOKED_UP),
+    ]  # fmt: skip
 
 
 def find_program(folder: Path) -> tuple[Path, str]:

@@ -99,12 +99,9 @@ class _Views:
         used = int(np.searchsorted(self.edges, n_written))  # stretches that are not empty
         most = max(1, allowed // (used + 24))
         apart = -(-len(self.kept) // most)
-        return {
-            "length": int(self.edges[used]),
-            "every": self.every * apart,
-            "sum": digits(self.total / self.seen)[:used],
-            "rounds": [[number, shares[:used], entries] for number, shares, entries in self.kept[::apart]],
-        }
+        rounds = [[number, shares[:used], entries] for number, shares, entries in self.kept[::apart]]
+        read = {"sum": digits(self.total / self.seen)[:used], "rounds": rounds}
+        return {"length": int(self.edges[used]), "every": self.every * apart, **read}
 
 
 @dataclass

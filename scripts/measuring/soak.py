@@ -32,9 +32,6 @@ LATE = 0.3  # share of the times that a prompt lets the engine wait
 AGAIN = 0.3  # share of the sampled requests that were asked before
 KEPT = 64  # sampled outputs of a policy that are kept for that
 PAIRS = 8  # of rests with one policy that growth is told of
-# times that the engine's rounding may be as large as a forward's: for 8,192 prompts of two tokens of the bundled model
-# it was 4.7 times as large at most, and 2.9 times for all but 8
-FARTHER = 6.0
 MOST_GROWTH = 4 * 2**20  # bytes per change of policy: torch keeps a mark at every weight of each step it has compiled
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}, {"temperature": 0.9, "top_p": 0.8},
@@ -83,12 +80,9 @@ class Soaked:
         """
         rests = self.rests[len(self.rests) // 2 :]
         sizes: list[int | None] = [getattr(rest, what) for rest in rests]
-        slopes = [
-            (after - before) / (j - i)
-            for j, after in enumerate(sizes)
-            for i, before in enumerate(sizes[:j])
-            if rests[i].draft == rests[j].draft and after is not None and before is not None
-        ]
+        pairs = [(i, j) for j in range(len(rests)) for i in range(j) if rests[i].draft == rests[j].draft]
+        both = ((sizes[i], sizes[j], j - i) for i, j in pairs)
+        slopes = [(b - a) / apart for a, b, apart in both if a is not None and b is not None]
         return statistics.median(slopes) if len(slopes) >= PAIRS and None not in sizes else None
 
 
@@ -254,4 +248,4 @@ def _rounded_away(engine: Engine, ids: Sequence[int], token: int, logits: torch.
     own = engine.logits(ids, last=1)[0].to(exact.device)
     best = float(own.max())
     decides = best - float(own[token]) <= lossless.near_tie(best, *dtypes_of(engine))
-    return decides and bool((own - exact).abs().max() <= FARTHER * (logits - exact).abs().max())
+    return decides and bool((own - exact).abs().max() <= lossless.FARTHER * (logits - exact).abs().max())

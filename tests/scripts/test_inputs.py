@@ -45,15 +45,12 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 
 
 def written(path: Path, found: list[dict[str, Any]]) -> Path:
-    match path.suffix:
-        case ".parquet":
-            pyarrow = pytest.importorskip("pyarrow")
-            parquet = pytest.importorskip("pyarrow.parquet")
-            parquet.write_table(pyarrow.Table.from_pylist(found), path)
-        case ".json":
-            path.write_text(json.dumps(found))
-        case _:
-            path.write_text("".join(f"{json.dumps(one)}\n" for one in found))
+    if path.suffix == ".parquet":
+        pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+        parquet.write_table(pyarrow.Table.from_pylist(found), path)
+    else:
+        lines = "".join(f"{json.dumps(one)}\n" for one in found)
+        path.write_text(json.dumps(found) if path.suffix == ".json" else lines)
     return path
 
 

@@ -45,11 +45,8 @@ def test_threads_wait_for_little_time_unless_they_are_told_to(given: dict[str, s
 
 # all but those that decode on no kernel of a CPU, and peers, whose children are others' engines, too
 OTHERS = "gpu_suite", "minimal", "peers"
-PROGRAMS = [
-    path
-    for path in sorted((ROOT / "scripts").glob("*.py"))
-    if path.stem not in OTHERS and "__main__" in path.read_text()
-]
+FILES = sorted((ROOT / "scripts").glob("*.py"))
+PROGRAMS = [path for path in FILES if path.stem not in OTHERS and "__main__" in path.read_text()]
 AT_TORCH = """import os, runpy, sys
 class Finder:
     def find_spec(self, name, *_):
@@ -88,7 +85,7 @@ def test_each_check_is_a_line_and_is_written(small: list[str], tmp_path: Path, c
     first, second, *lines = capsys.readouterr().out.splitlines()
     assert first == f"{small[1]}, fp32, cache fp32, 5 prompts of up to 40 tokens"
     assert second == "drafts: streaming, gamma 4; 2 slots, cpu"
-    checks = ["greedy", "samples", "seeds", "refill", "exact"]
+    checks = ["greedy", "cache", "samples", "seeds", "refill", "exact"]
     assert [line.split()[:2] for line in lines[:-1]] == [["passed", check] for check in checks]
     assert lines[-1].startswith("all passed, ")
     document = read(file)

@@ -159,10 +159,9 @@ class Bench:
         logits, mass = rounds.feed(tokens, n_keys + gamma)
         calls: dict[str, Callable[[], object]] = {
             "target": partial(rounds.feed, state.pending[:, None], n_keys),
-            "draft": partial(policy.propose, state, plan),
-            "verify": partial(rounds.feed, tokens, n_keys + gamma),
+            "draft": partial(policy.propose, state, plan), "verify": partial(rounds.feed, tokens, n_keys + gamma),
             "judge": partial(rounds.accept, logits, draft, GREEDY),
-        }
+        }  # fmt: skip
         if policy.wants_mass:
             calls["select"] = partial(policy.device_after_verify, state, mass)
         found = {}

@@ -59,9 +59,8 @@ def page(results: Mapping[str, Record], setup: Setup, device: str, missing: Sequ
     cells = [result for result in results.values() if "steps" in result]
     steps = [
         cell | step | {"step": name, "floor": cell["roofline"].get(name), "plain": cell["steps"]["target"]["seconds"]}
-        for cell in cells
-        for name, step in cell["steps"].items()
-    ]
+        for cell in cells for name, step in cell["steps"].items()
+    ]  # fmt: skip
     timed = [row for result in results.values() for row in result.get("rows", ())]
     points = results.get("bundled", {}).get("points", [])
     notes = [f"- {note}" for note in dict.fromkeys(one["note"] for one in points) if note]

@@ -115,9 +115,8 @@ def test_products_are_charged_for_the_bytes_of_their_weights_rows_and_results() 
     weights["both planes"] = weights["bf16"] + 4 * 64
     assert [(row["op"], row["what"], row["bytes"]) for row in dry_run("time-linears")["rows"]] == [
         (f"linear, {name}", f"wo 64 x 128, {n} rows", n_bytes + 2 * n * (128 + 64))
-        for name, n_bytes in weights.items()
-        for n in (1, 5)
-    ]
+        for name, n_bytes in weights.items() for n in (1, 5)
+    ]  # fmt: skip
 
 
 def test_every_product_is_compiled_before_it_is_timed(monkeypatch: Patch) -> None:

@@ -21,9 +21,8 @@ def test_a_file_as_it_comes_is_a_peer_of_its_own_with_the_ceiling_of_its_own_byt
     """Weights of fewer bits are other weights: they must not stand for llama.cpp at our dtype."""
     timings = [
         Timing(entry=entry, prefill_seconds=4.0, tokens=[[1], [2]], milliseconds=[10.0])
-        for peer in ("ours", "llama.cpp", "llama.cpp-file")
-        for entry in peers.entries(peer, "bf16")
-    ]
+        for peer in ("ours", "llama.cpp", "llama.cpp-file") for entry in peers.entries(peer, "bf16")
+    ]  # fmt: skip
     cell = cell_report(timings, 400, 1, NEEDS, Reference(tokens=[1, 2], gaps=[0.5, 0.5]))
     shares = {row["peer"]: row["percent_of_roofline"] for row in cell["results"]}
     assert shares == {"ours": 50.0, "llama.cpp": 50.0, "llama.cpp-file": 20.0}

@@ -3,6 +3,7 @@
 Shapes: B slots, T tokens, V vocabulary, gamma tokens drafted.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,13 +19,14 @@ from gpt_fast_sd.bodies import Bodies
 from gpt_fast_sd.fast import choose
 from gpt_fast_sd.fast.cpu import layers, linear
 from gpt_fast_sd.fast.cpu import round as rounds
-from gpt_fast_sd.model import CacheLayer, KVCache
+from gpt_fast_sd.model import CacheLayer, KVCache, llama
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.round import Round
 from gpt_fast_sd.sampling import Kind, draw, probabilities, uniform
 from measuring import lossless
 from measuring.lossless import Difference
-from tests.helpers import Patch, few, random_ids, tiny_config, tiny_model
+from tests.drafts import POLICIES, draft_of
+from tests.helpers import Patch, ahead, few, random_ids, thinned, tiny_config, tiny_model
 
 N_TOKENS = 8
 PROMPTS = [random_ids(n, seed=n, vocab_size=23) for n in (40, 45, 21, 3, 30)]  # more than slots
@@ -65,17 +67,18 @@ def drawn(engine: Engine, n: int = 2000) -> lossless.Finding:
 
 def test_the_engine_as_it_is_passes_every_check() -> None:
     findings = list(lossless.prove(lambda config: narrow(exact=config.exact), CONFIG, PROMPTS, N_TOKENS, 400))
-    assert [one.check for one in findings] == ["greedy", "samples", "seeds", "refill", "exact"]
+    assert [one.check for one in findings] == ["greedy", "cache", "samples", "seeds", "refill", "exact"]
     assert all(one.passed for one in findings), [one.line for one in findings]
     assert 0.05 < findings[0].figures["acceptance"] < 0.95
-    assert findings[2].figures["moved"] > 0
+    assert findings[3].figures["moved"] > 0
 
 
 def test_what_refuses_no_draft_is_not_called_tested() -> None:
     good, none = built(budget=64), built(policy="lookup", ngram=8)
     for one, prompts, said in (good, PROMPTS[:1], "all drafts were accepted"), (none, [[1]], "nothing was drafted"):
-        finding = lossless.tested(lossless.greedy(one, prompts, 4), one)
-        assert not finding.passed and said in finding.text
+        for check in lossless.greedy, lossless.cache:
+            finding = lossless.tested(check(one, prompts, 2), one)
+            assert not finding.passed and said in finding.text
 
 
 def test_samples_find_drafts_judged_by_a_filtered_q_and_drawn_from_another(wide: Engine, monkeypatch: Patch) -> None:
@@ -89,29 +92,67 @@ def test_samples_find_drafts_judged_by_a_filtered_q_and_drawn_from_another(wide:
     assert_found(drawn(wide, 4000))
 
 
-def test_greedy_finds_positions_of_drafts_that_are_one_off(engine: Engine, monkeypatch: Patch) -> None:
-    model = engine.model
-    forward = type(model).forward
+def early(engine: Engine, monkeypatch: Patch) -> None:
+    """What is past the end, a refused draft's or the draft's own, takes the place of the last committed entry."""
 
-    def shifted(self: Any, tokens: Tensor, pos: Tensor, kv: Any) -> Tensor:
-        moved = pos + (torch.arange(pos.shape[1]) > 0)  # of drafts that are verified
-        result: Tensor = forward(self, tokens, moved, kv)
-        return result
+    def leave(_: Any, state: Any, mass: Any) -> None:
+        row = torch.arange(len(state.seq_len))
+        for buffer in engine.cache.buffers:
+            buffer[row, :, state.seq_len - 1] = buffer[row, :, state.seq_len]
 
-    monkeypatch.setattr(type(model), "forward", shifted)
-    assert_found(lossless.greedy(engine, PROMPTS, 2 * N_TOKENS))
+    ahead(monkeypatch, ModelDraft, "device_after_verify", leave)
 
 
-def test_greedy_finds_the_key_of_a_refused_draft_that_stays(monkeypatch: Patch) -> None:
-    store = CacheLayer.store
+def stored(changed: Callable[..., Any]) -> Callable[[Engine, Patch], None]:
+    """Makes verification store other keys and values, or elsewhere."""
 
-    def stale(self: CacheLayer, pos: Tensor, k: Tensor, v: Tensor) -> None:
-        """The key of the token that took a refused draft's place is not written."""
-        first = 1 if 1 < pos.shape[1] < 8 else 0
-        store(self, pos[:, first:], k[:, :, first:], v[:, :, first:])
+    def fault(_: Engine, monkeypatch: Patch) -> None:
+        store = CacheLayer.store
+        other = lambda self, *new: store(self, *(changed(*new) if 1 < new[0].shape[1] < 8 else new))  # noqa: E731
+        monkeypatch.setattr(CacheLayer, "store", other)
 
-    monkeypatch.setattr(CacheLayer, "store", stale)
-    assert_found(lossless.greedy(built(policy="lookup", ngram=1), PROMPTS, 2 * N_TOKENS))
+    return fault
+
+
+def one_off(_: Engine, monkeypatch: Patch) -> None:
+    """Positions of drafts that are verified are one too large."""
+    turn = llama.rope_cos_sin
+
+    def shifted(pos: Tensor, *rest: Any) -> Any:
+        return turn(pos + (torch.arange(pos.shape[1]) > 0) * (pos.shape[1] < 8), *rest)
+
+    monkeypatch.setattr(llama, "rope_cos_sin", shifted)
+
+
+FAULTS = {
+    "early": early, "one off": one_off, "stale": stored(lambda pos, k, v: (pos[:, 1:], k[:, :, 1:], v[:, :, 1:])),
+    "the next row's": stored(lambda pos, k, v: (pos, k.roll(1, 0), v.roll(1, 0))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("poisons", [False, True])
+def test_the_cache_tells_what_else_stands_in_it(fault: str, poisons: bool, monkeypatch: Patch) -> None:
+    """Also the draft's own keys, whose layers saw few others; with NaN in their place greedy tokens tell, too."""
+    one = narrow()
+    FAULTS[fault](one, monkeypatch)
+    with lossless.worsened(one) if poisons else contextlib.nullcontext():
+        assert_found(lossless.cache(one, PROMPTS, 2 * N_TOKENS))
+        if poisons:
+            assert_found(lossless.greedy(one, PROMPTS, 2 * N_TOKENS))
+
+
+@thinned("form, name", [None, "bf16", "fp16", "int8"], [*POLICIES, "quantized", "guided x planes", "captured"])
+def test_the_cache_of_every_policy_and_format_is_that_of_plain_steps(form: str | None, name: str) -> None:
+    draft = draft_of("guided" if name == "captured" else name)
+    config = replace(CONFIG, kv_dtype="int8" if draft.needs_planes else form)
+    shape = tiny_config(vocab_size=23, dim=16, n_heads=2, n_kv_heads=1, ffn_dim=24)
+    one = Engine(tiny_model(shape), None, config, draft, tiny_model(shape, seed=1) if draft.draft_model else None)
+    with lossless.worsened(one):
+        one.schedule.rounds.capture = (lambda part: part) if name == "captured" else None
+        finding = lossless.tested(lossless.cache(one, PROMPTS, 2 * N_TOKENS), one)
+        assert (one.schedule.rounds.captured > 0) is (name == "captured")
+    assert finding.passed and finding.figures["limit"] < 0.2, finding.line
 
 
 def test_seeds_find_one_that_depends_on_the_row(engine: Engine, monkeypatch: Patch) -> None:
@@ -119,12 +160,9 @@ def test_seeds_find_one_that_depends_on_the_row(engine: Engine, monkeypatch: Pat
         row = torch.arange(len(seed))
         return uniform(seed + (row if seed.dim() == 1 else row[:, None]), pos, stream)
 
-    before = engine.state.bodies
     monkeypatch.setattr(acceptance, "uniform", by_row)
-    object.__setattr__(engine.state, "bodies", Bodies(uniform=by_row))
-    finding = lossless.seeds(engine, PROMPTS, N_TOKENS)
-    object.__setattr__(engine.state, "bodies", before)
-    assert not finding.passed, finding.line
+    monkeypatch.setitem(vars(engine.state), "bodies", Bodies(uniform=by_row))
+    assert_found(lossless.seeds(engine, PROMPTS, N_TOKENS))
 
 
 def test_refill_finds_a_slot_that_is_not_cleared(monkeypatch: Patch) -> None:
@@ -147,9 +185,7 @@ def test_logits_that_are_no_numbers_fail_and_raise_nothing(engine: Engine, monke
     monkeypatch.setattr(Engine, "logits", lambda *_, **__: torch.full((1, 23), torch.nan))
     with pytest.raises(ArithmeticError, match="logits after 40 tokens are not finite"):
         drawn(engine)
-    wrong = iter([5, 6] * 100)
-    monkeypatch.setattr(acceptance, "verify_sampled", None)
-    generate = Engine.generate
+    wrong, generate = iter([5, 6] * 100), Engine.generate
 
     def others(self: Engine, *args: Any, speculate: bool = True, **how: Any) -> Any:
         done = generate(self, *args, speculate=False, **how)
@@ -176,7 +212,7 @@ def test_the_power_that_is_printed_is_the_power_that_there_is() -> None:
     n, p = 20000, torch.full((12,), 1 / 12, dtype=torch.float64)
     distance = lossless.smallest_distance(n, 11)
     moved = p + distance * torch.tensor([1.0, -1.0] * 6, dtype=torch.float64) / 6  # the hardest to find
-    limit, found = lossless.next_above(11, chance=lossless.CHANCE / 4), []
+    limit, found = lossless.next_above(11, chance=lossless.CHANCE / 6), []
     for q in (p, moved):
         counts = [torch.bincount(q.multinomial(n, True, generator=generator), minlength=12) for _ in range(200)]
         found.append(sum(lossless.g_statistic(c.double()) > limit for c in counts))
@@ -215,7 +251,7 @@ def test_tokens_that_follow_their_distribution_lie_anywhere_in_it_and_others_do_
         by_p, by_q, by_id, _ = lossless.ranks_of(logits, tokens, SamplingParams(temperature=1.0), 0.0, generator)
         assert all(0 <= x <= 1 + 1e-6 for x in (*by_p, *by_id)) and by_q == by_id  # nothing comes first
         found = lossless.Ranks({0: by_p[:2000], 3: by_p[2000:], 9: by_p[:7]})
-        (whole, freedom), (each, of_each) = found.statistics()
+        (whole, freedom, _), (each, of_each, _) = found.statistics()
         assert (freedom, of_each) == (3, 6) and list(lossless.counts_of(found.by_p)) == [0, 3]  # too few are at 9
         assert (lossless.chance_of(whole, freedom) > 1e-3) is (temperature == 1) is (each < 30)
 
@@ -223,11 +259,8 @@ def test_tokens_that_follow_their_distribution_lie_anywhere_in_it_and_others_do_
 def test_samples_find_tokens_that_depend_on_those_before(wide: Engine, monkeypatch: Patch) -> None:
     for module in (acceptance, lossless):  # the truth's own random numbers are no engine's
         monkeypatch.setattr(module, "uniform", lambda seed, pos, stream: uniform(seed, pos // 4, stream))
-    before = wide.state.bodies
-    object.__setattr__(wide.state, "bodies", Bodies())
-    finding = drawn(wide)
-    object.__setattr__(wide.state, "bodies", before)
-    assert_found(finding)
+    monkeypatch.setitem(vars(wide.state), "bodies", Bodies())
+    assert_found(drawn(wide))
 
 
 def test_samples_find_a_filter_that_leaks_once(wide: Engine, monkeypatch: Patch) -> None:
@@ -256,7 +289,7 @@ def test_nothing_is_proved_by_few_samples_and_too_many_are_refused(wide: Engine,
 
 # ---- faults in C++ ------------------------------------------------------------------------------------------
 
-IN_CPP = {  # the check that finds it; a source, what stands there, and what takes its place
+IN_CPP = {  # the checks that find it; a source, what stands there, and what takes its place
     "one draft too many": ("samples", "round", "n_accepted[r] = n, next_token[r] = draw",
                            "n_accepted[r] = std::min(n + 1, limit), next_token[r] = draw"),
     "all drafts if the first": ("samples", "round", "n_accepted[r] = n, next_token[r] = draw",
@@ -269,11 +302,11 @@ IN_CPP = {  # the check that finds it; a source, what stands there, and what tak
     "a neighbour's q": ("samples", "round", "q ? q + r * G * V : nullptr", "q ? q + (r + 1) % R * G * V : nullptr"),
     "seeds by row": ("seeds", "round", "uniform_number(seeds[r], seq_len[r] + n, draw)",
                      "uniform_number(seeds[r] + r, seq_len[r] + n, draw)"),
-    "a stale key": ("greedy", "layers", "if (g < G) continue;",
+    "a stale key": ("greedy cache", "layers", "if (g < G) continue;",
                     "if (g < G || (a.T > 1 && a.T < 8 && m % a.T == 0)) continue;"),
-    "positions one off": ("greedy", "layers", "const float angle = (float)a.pos[m] * a.freqs[i];",
+    "positions one off": ("greedy cache", "layers", "const float angle = (float)a.pos[m] * a.freqs[i];",
                           "const float angle = (float)(a.pos[m] + (m % a.T > 0 && a.T < 8)) * a.freqs[i];"),
-    "another row's cache": ("greedy", "layers", "const int64_t b = m / a.T, place = a.pos[m];",
+    "another row's cache": ("greedy cache", "layers", "const int64_t b = m / a.T, place = a.pos[m];",
                             "const int64_t b = a.T > 1 ? (m / a.T + 1) % a.B : m / a.T, place = a.pos[m];"),
 }  # fmt: skip
 
@@ -313,16 +346,17 @@ def of_cpp(monkeypatch: Patch, tmp_path: Path) -> Iterator[Callable[..., Engine]
 
 @pytest.mark.parametrize("fault", few(["", *IN_CPP], ["", "drawn from p", "one greedy draft too many"]))
 def test_a_fault_in_cpp_is_found_and_nothing_without_one(fault: str, of_cpp: Callable[..., Engine]) -> None:
-    check, *change = IN_CPP.get(fault, ("",))
+    checks, *change = IN_CPP.get(fault, ("",))
     one = of_cpp(*change)
     with lossless.worsened(one):
         found = {
             "greedy": lambda: lossless.greedy(one, PROMPTS, 2 * N_TOKENS),
+            "cache": lambda: lossless.cache(one, PROMPTS, 2 * N_TOKENS),
             "samples": lambda: drawn(one, 6000),
             "seeds": lambda: lossless.seeds(one, PROMPTS, N_TOKENS),
         }
-        for name in [check] if check else found:
-            assert (finding := found[name]()).passed is not bool(check), finding.line
+        for name in checks.split() or found:
+            assert (finding := found[name]()).passed is not bool(checks), finding.line
 
 
 # ---- whether two outputs are equal, and if not, how close the logits were --------------------------------------------

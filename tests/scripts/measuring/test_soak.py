@@ -15,13 +15,9 @@ from measuring.soak import Rest, Soaked, _ties, finding, soak
 from tests.helpers import Patch, ahead, random_ids, tiny_model
 
 SMALL = EngineConfig(batch_size=3, max_seq_len=256, compile=False)
-DRAFTS = [
-    DraftConfig(),
-    DraftConfig(policy="streaming", budget=16, gamma=3),
-    DraftConfig(policy="guided", budget=64, gamma=2),
-    DraftConfig(policy="lookup", gamma=4),
-    DraftConfig(policy="early_exit", exit_layers=1, gamma=2),
-]
+DRAFTS = [DraftConfig(), DraftConfig(policy="streaming", budget=16, gamma=3),
+          DraftConfig(policy="guided", budget=64, gamma=2), DraftConfig(policy="lookup", gamma=4),
+          DraftConfig(policy="early_exit", exit_layers=1, gamma=2)]  # fmt: skip
 
 
 def engine() -> Engine:
