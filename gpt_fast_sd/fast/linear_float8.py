@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .linear_int8 import Int8Linear
-from .ops.int8 import float8_rows, quantize_rows
-
-FLOAT8 = torch.float8_e4m3fn
+from .ops.int8 import FLOAT8, float8_rows, quantize_rows
 
 
 def product(x: Tensor, weight: Tensor, one: Tensor) -> Tensor:

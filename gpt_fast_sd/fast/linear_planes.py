@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .linear_float8 import FLOAT8, by_float8
+from .linear_float8 import by_float8
+from .ops.int8 import FLOAT8
 from .ops.planes import Planes, join, planes_linear, split
 
 

@@ -23,10 +23,11 @@ from gpt_fast_sd.tp import in_short
 
 from ..fast import BLOCK, ROWS_AT_ONCE, dequantize_blocks, unpack
 from ..fast.cpu.packing import PackedLinear
-from ..fast.linear_float8 import FLOAT8, Float8Linear, product
+from ..fast.linear_float8 import Float8Linear, product
 from ..fast.linear_int4 import Int4Linear, int4_from
 from ..fast.linear_int8 import Int8Linear
 from ..fast.linear_planes import PlanesLinear, UpperLinear, upper_of
+from ..fast.ops.int8 import FLOAT8
 
 FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
 GROUP = 128  # inputs that share a scale in int4

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,11 @@ def test_a_registered_policy_drafts_without_a_change_of_what_is_said(toy: str) -
     eager, later, plain = (one.generate(PROMPTS, GREEDY) for one in (engine(toy), captured(toy), engine("off")))
     assert [c.tokens for c in eager] == [c.tokens for c in later] == [c.tokens for c in plain]
     assert sum(sum(c.stats.drafted_by_position) for c in eager) > 0
+    one = engine("lookup")  # as a program goes from one to another
+    for name in (toy, "streaming", "off"):
+        one.redraft(replace(engine(name).draft, gamma=3))
+        assert {who for event in one.stream(PROMPTS, GREEDY) for who in event.sources} <= {name, "target"}
+        assert [c.tokens for c in one.generate(PROMPTS, GREEDY)] == [c.tokens for c in plain]
 
 
 def changed(**how: Any) -> Any:

@@ -17,8 +17,9 @@ from torch import Tensor
 from gpt_fast_sd.model import CacheLayer
 
 from .layer import flat, layer_of
+from .sizes import LARGEST_SPLIT
 
-SMALLEST_SPLIT, LARGEST_SPLIT, MOST_SPLITS = 256, 2048, 64
+SMALLEST_SPLIT, MOST_SPLITS = 256, 64
 BUSY = 512  # programs that keep a large GPU busy: some four for each of its SMs
 
 

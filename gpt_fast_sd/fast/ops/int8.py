@@ -13,8 +13,9 @@ from torch import Tensor
 from ..cpu.build import constant_where_traced
 from .choice import triton_serves
 
+FLOAT8 = torch.float8_e4m3fn
 MOST = 127  # the largest magnitude: -128 is not used, so that what is quantized is symmetric
-LARGEST = {torch.int8: MOST, torch.float8_e4m3fn: 448.0}
+LARGEST = {torch.int8: MOST, FLOAT8: 448.0}
 LEAST = 1e-30  # the smallest "largest value" of a row, below which all of it is 0
 EXACT = 1024  # products of two int8 whose sum fp32 holds exactly
 # Numbers of a row beyond which Inductor makes three kernels, of 16 rows of 14,336 in 8 us where one takes 2; and those
@@ -53,7 +54,7 @@ def float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     if LONG < rows.shape[1] <= LONGEST and triton_serves(rows.device):
         numbers, scale = _float8_rows(rows.contiguous())
         return numbers, scale
-    return scaled(rows, torch.float8_e4m3fn)
+    return scaled(rows, FLOAT8)
 
 
 @torch.library.custom_op("gpt_fast_sd::float8_rows", mutates_args=(), device_types="cuda")
@@ -65,7 +66,7 @@ def _float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @_float8_rows.register_fake
 def _float8_rows_fake(rows: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows, dtype=torch.float8_e4m3fn), rows.new_empty(len(rows), dtype=torch.float32)
+    return torch.empty_like(rows, dtype=FLOAT8), rows.new_empty(len(rows), dtype=torch.float32)
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

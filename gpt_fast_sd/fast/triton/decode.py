@@ -49,7 +49,7 @@ from .common import (
     widen,
 )
 from ...config import PAGES
-from ..ops.decode import LARGEST_SPLIT
+from ..ops.sizes import LARGEST_SPLIT
 
 # Timed on an H200, 16 rows of 57,856 bf16 entries: eight splits at once by four warps took three times as long.
 MERGED, MERGE_WARPS = 16, 2  # splits that the merge reads at once

@@ -18,7 +18,7 @@ import gpu_suite
 from gpt_fast_sd import attention
 from gpt_fast_sd.acceptance import AcceptResult
 from gpt_fast_sd.model import SPLIT, Transformer
-from gpt_fast_sd.policies.config import DraftConfig, gamma_tiers
+from gpt_fast_sd.policies.config import DraftConfig
 from gpt_fast_sd.quantization.table import TABLE
 from measuring import machine
 from measuring.chips import CHIPS, GIB
@@ -30,7 +30,6 @@ from measuring.gpu.setup import SMALL, Setup, Stopwatch, random_model
 from measuring.replay import PROFILES, Replay, replay_table
 from measuring.roofline import EXPECTED, IDEAL, PRACTICAL
 from tests.gpuless import pools
-from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
 from tests.helpers import Patch, ahead
 
 Record = dict[str, Any]
@@ -157,16 +156,6 @@ def test_kernels_that_fail_or_idle_stop_the_stage_and_a_failing_peer_is_a_row_th
         dry_run("time-decode-57344")
 
 
-@needs_fake_cuda
-def test_on_cuda_others_are_torchs_backends_and_read_the_keys_of_a_head_once() -> None:
-    with fake_cuda_tensors():
-        setup = replace(dry_setup(), device=torch.device("cuda"))
-        q, k = (torch.empty(2, n, 6 * n, 16, dtype=torch.bfloat16, device="cuda") for n in (8, 2))
-        names = timings.peers(setup, q, k, k)
-        assert timings.causal(q[:, :, :6], k, k)().shape == (2, 8, 6, 16)  # type: ignore[attr-defined]
-    assert {name.split(",")[0] for name in names} == {"torch SDPA flash", "torch SDPA efficient", "torch SDPA cuDNN"}
-
-
 @pytest.mark.parametrize("stage", ["cell-28672-streaming", "cell-57344-guided", "cell-100000-snapkv"])
 def test_a_cell_gives_steps_with_what_they_read_and_a_replay_of_what_its_table_says(stage: str) -> None:
     result = dry_run(stage)
@@ -253,27 +242,6 @@ def test_replays_emit_what_the_table_says_and_plain_rounds_a_token_a_row(capture
     monkeypatch.setattr(Replay, "apply", all_kept)
     with pytest.raises(RuntimeError, match=r"3 rounds came to .* \(18, 6, \[2\]\), not \(1\d, 6, \[2\]\)"):
         bench.run(True, rounds=3)
-
-
-def test_a_replay_knows_the_tiers_of_the_model_that_is_timed(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(cells, "SMALL", replace(cells.SMALL, n_heads=16, n_kv_heads=2))
-    bench = a_bench("streaming")
-    tiers = bench.engine.schedule.planner.tiers
-    assert max(tiers) == 7 and tiers == gamma_tiers(bench.config.group_size)
-
-
-@needs_fake_cuda
-def test_a_random_model_takes_no_more_of_a_chip_than_its_own_dtype(monkeypatch: Patch) -> None:
-    """A card of 24 GB holds 8B weights in bf16, not in fp32."""
-    made: list[tuple[torch.dtype, int]] = []
-    real = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *of, **how: made.append(how) or real(*of, **how))
-    with fake_cuda_tensors():
-        model = random_model(SMALL, torch.device("cuda"), torch.bfloat16)
-    assert {x.device.type for x in model.parameters()} == {"cuda"}
-    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
-    on_chip = [how["dtype"] for how in made if torch.device(how.get("device") or "meta").type == "cuda"]
-    assert len(on_chip) == len(list(model.parameters())) and set(on_chip) == {torch.bfloat16}
 
 
 def test_a_random_model_is_the_one_that_was_meant() -> None:

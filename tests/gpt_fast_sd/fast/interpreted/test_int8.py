@@ -55,8 +55,7 @@ def test_many_rows_are_multiplied_with_a_copy_that_is_made_in_one_pass() -> None
 def test_rows_become_float8_in_one_kernel_as_by_torch() -> None:
     rows = torch.randn(3, 9000, generator=torch.Generator().manual_seed(0)).to(BF16)
     rows[1], rows[2, :5] = 0, torch.tensor([300.0, -500, 2.0**-20, 0, 1])
-    numbers, scale = int8_triton.float8_rows(rows, int8.LEAST)
-    expected, own = int8.scaled(rows, torch.float8_e4m3fn)
+    (numbers, scale), (expected, own) = int8_triton.float8_rows(rows, int8.LEAST), int8.scaled(rows, int8.FLOAT8)
     # the interpreter rounds up within a binade, but not to the next one
     assert scale.equal(own) and (numbers.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 0.03
 
