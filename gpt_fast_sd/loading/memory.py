@@ -239,7 +239,11 @@ def _launches(system: System) -> int:
     views = registry.policy_class(system.draft.policy).views(system.draft)
     weights = {system.config.quantize, system.draft.quantize}
     copies = bool(weights & {"int8", "planes"}) and system.config.batch_size * (1 + system.draft.max_gamma) > MOST_TILED
-    others = [*(weights & {"float8"}), *(["ranks"] * (system.ranks > 1)), *(["copies"] * copies)]
+    others = [
+        *(["float8"] * bool(weights & {"float8", "planes"})),
+        *(["ranks"] * (system.ranks > 1)),
+        *(["copies"] * copies),
+    ]
     more = sum(MORE_NODES.get(str(name), 0) for name in {system.format.name, *views, *others})
     return steps * ((LAYER_NODES + more) * layers + STEP_NODES)
 

@@ -142,10 +142,8 @@ class System:
 
     def conditions(self, efficiency: Efficiency = IDEAL, copy: str | None = None) -> Conditions:
         """Of every step of the target, or of its copy with weights of that precision, which drafts."""
-        held = self._held(self.model, self.ranks, efficiency, copy or self.quantize, of_draft=copy is not None)
-        return replace(
-            held, full_layers=self.full_layers, window=self.window, experts=self.experts, kv_link=self.kv_link
-        )
+        it = self._held(self.model, self.ranks, efficiency, copy or self.quantize, of_draft=copy is not None)
+        return replace(it, full_layers=self.full_layers, window=self.window, experts=self.experts, kv_link=self.kv_link)
 
     def _held(
         self, model: ModelConfig, ranks: Ranks | None, efficiency: Efficiency, quantize: str | None, *,
@@ -158,7 +156,8 @@ class System:
         own, device, n = float(TORCH_DTYPES[self.dtype].itemsize), torch.device(self.device), ranks.n if ranks else 1
         found = Conditions(
             weight_bytes=own, head_bytes=own, kv_bytes=self._format.element_bytes(model.head_dim), ranks=ranks,
-            more_kernels=MORE_NODES.get(self._format.name, 0), precision=quantize,
+            more_kernels=MORE_NODES.get(self._format.name, 0),
+            precision="int8" if quantize == "planes" and not self.chip.float8 else quantize,  # by the same kernel
             efficiency=efficiency if self.device == "cuda" else replace(efficiency, narrow={}, most_tiled=math.inf),
         )  # fmt: skip
         if quantize is None:

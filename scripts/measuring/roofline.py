@@ -186,7 +186,7 @@ def step_seconds(
     mass_page: keys of a page whose attention mass is summed, too, or 0. attention: see kernels.
     """
     e, size = under.efficiency, (config, batch, n_tokens, context)
-    if under.precision in ("int8", "planes", "both planes") and batch * n_tokens > e.most_tiled:  # copies
+    if under.precision in ("int8", "both planes") and batch * n_tokens > e.most_tiled:  # copies, which a library reads
         under = replace(under, precision=None, weight_bytes=under.weight_bytes + 4, more_kernels=under.more_kernels + 4)
     cost = step_cost(*size, under)
     whole = bool(mass_page) or attention == "dense"  # split as a cache of so many entries is; else a list

@@ -17,10 +17,9 @@ from torch import Tensor
 from gpt_fast_sd.model import CacheLayer
 
 from .layer import flat, layer_of
-from .sizes import LARGEST_SPLIT
+from .sizes import BUSY, LARGEST_SPLIT
 
 SMALLEST_SPLIT, MOST_SPLITS = 256, 64
-BUSY = 512  # programs that keep a large GPU busy: some four for each of its SMs
 
 
 def split_for(capacity: int, n_pairs: int) -> int:
@@ -29,8 +28,8 @@ def split_for(capacity: int, n_pairs: int) -> int:
     A function of nothing else, so sums are fixed within an engine. Every split writes one fp32 row per query and reads
     it again, 2 * R / split of the traffic of a bf16 cache if R queries share a kv head (R = 24 and 2048 keys: 2.3 %),
     so splits are long; a small cache, and one of few rows and kv heads, needs many of them to keep a GPU busy. Tiles of
-    64 rows take two of the longest together: on an H200, 16 rows of 57,344 entries, 36 queries take 858 us and not 887,
-    with mass 942 and not 961, but four 851 and not 828.
+    64 rows take two of the longest together where as many programs are left: on an H200, 16 rows of 57,344 entries, 36
+    queries take 858 us and not 887, with mass 942 and not 961, but four 851 and not 828.
     """
     whole = 1 << (capacity - 1).bit_length()
     of_few = max(whole * n_pairs // BUSY, whole // MOST_SPLITS)  # a row's merge reads all of its splits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .int8 import MOST_TILED
-from .sizes import FEW_ROWS, ONE_CHUNK, PROGRAMS
+from .sizes import FEW_ROWS, ONE_CHUNK
 
 # Attention is split and merged, and mass summed; pages of quest are scored, compared and selected.
 FIXED = {
@@ -17,21 +17,18 @@ FIXED = {
 SUMMED_PAGE = {1: 128, 2: 128, 4: 32}  # bytes of a number of the cache -> the longest page that one program sums
 
 
-def launches(
-    op: str, *, n_rows: int = 1, n_entries: int = 1, n_pairs: int = 1, page: int = 1, itemsize: int = 2
-) -> int:  # fmt: skip
+def launches(op: str, *, n_rows: int = 1, n_entries: int = 1, page: int = 1, itemsize: int = 2) -> int:
     """How many kernels one call of the operator `op` launches on CUDA, torch's own included.
 
     n_rows: queries that share a kv head, G * T (prefill), or rows (products); n_entries: listed ones and those of the
-    window, for n_pairs rows and kv heads, B * K (sparse_attention); page, itemsize: keys of a page, bytes of a number
-    (key_mass). ValueError for others.
+    window (sparse_attention); page, itemsize: keys of a page, bytes of a number (key_mass). ValueError for others.
     """
     if op in FIXED:
         return FIXED[op]
     if op in ("int8_linear", "planes_linear"):
         return 1 if n_rows <= MOST_TILED else 2  # a copy of the weight, and a product
     if op == "sparse_attention":
-        return 1 if n_entries <= ONE_CHUNK or n_pairs > PROGRAMS // 2 else 2  # chunks, and their merge
+        return 1 if n_entries <= ONE_CHUNK else 2  # chunks, and their merge, which lists of many rows may lack
     if op == "prefill_attention":
         return 1 if n_rows > FEW_ROWS else 2
     if op == "prefill_attention_with_lse":

@@ -49,7 +49,7 @@ from .common import (
     widen,
 )
 from ...config import PAGES
-from ..ops.sizes import LARGEST_SPLIT
+from ..ops.sizes import BUSY, LARGEST_SPLIT
 
 # Timed on an H200, 16 rows of 57,856 bf16 entries: eight splits at once by four warps took three times as long.
 MERGED, MERGE_WARPS = 16, 2  # splits that the merge reads at once
@@ -405,7 +405,8 @@ def _attend(
     block_h = max(16, triton.next_power_of_2(head_dim))
     block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, layer.k), block_h, n_rows)
     assert split % block_n == 0
-    if block_r >= 64 and split == LARGEST_SPLIT:  # so many rows write as much per split as would slow down the reading
+    busy = n_bk * layer.k.shape[2] >= 2 * split * BUSY
+    if block_r >= 64 and split == LARGEST_SPLIT and busy:  # what so many rows write for a split slows down reading
         split *= 2
     n_splits = triton.cdiv(n_keys, split)
     unit = 0 if page is None else min(page, block_n)

@@ -36,7 +36,8 @@ from .common import (
 )
 from ..ops.sizes import ONE_CHUNK, PROGRAMS
 
-MOST_CHUNKS, LEAST_CHUNK = 32, 128  # chunks that the merge reads at once, and entries of one
+MOST_CHUNKS = 32  # that the merge reads at once
+LEAST_CHUNK, MOST_OF_ONE = 128, 1152  # entries of a chunk, and of one that is the whole list
 LARGEST_TILE = 64  # rows of a program
 
 
@@ -84,10 +85,14 @@ def chunk_for(n_entries: int, n_pairs: int) -> int:
     A function of nothing else, so sums are fixed within an engine. Few entries are one chunk, which needs no merge: a
     second launch costs more than leaving half of a GPU's bandwidth unused for so little. Of more entries there are as
     many chunks as an H200 reads at the same time: a few programs that begin after others have ended take as long again.
+    Long lists of so many pairs that each would be one chunk, or less, are cut as was timed.
     """
     if n_entries <= ONE_CHUNK:
         return ONE_CHUNK
-    n_chunks = min(max(1, PROGRAMS // n_pairs), MOST_CHUNKS)
+    n_chunks = PROGRAMS // n_pairs
+    if n_chunks == 0 or (n_chunks == 1 and n_entries > MOST_OF_ONE):
+        n_chunks = -(-n_entries // (2 * LEAST_CHUNK))
+    n_chunks = min(n_chunks, MOST_CHUNKS)
     return -(-n_entries // (n_chunks * LEAST_CHUNK)) * LEAST_CHUNK
 
 
@@ -271,6 +276,7 @@ def attend(
     block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, layer.k), block_h, n_rows)
     chunk = chunk_for(n_entries, n_bk)
     n_chunks = triton.cdiv(n_entries, chunk)
+    assert n_chunks == 1 or chunk % block_n == 0
 
     def fp32(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)

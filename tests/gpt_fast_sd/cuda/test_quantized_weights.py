@@ -10,9 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch._inductor.config as inductor
-from torch import nn
+from torch import Tensor, nn
 
 from gpt_fast_sd import DraftConfig, EngineConfig
+from gpt_fast_sd.fast.linear_planes import lay_in_planes
+from gpt_fast_sd.fast.ops.planes import Planes
 from gpt_fast_sd.loading.fit import copies
 from gpt_fast_sd.loading.system import System
 from gpt_fast_sd.model import ModelConfig
@@ -58,6 +60,7 @@ DRAFTS = {
     "int8": (Counter(int8_linear=4 * LAYERS + 1), 0, 0),
     "int4": (Counter({"aten._weight_int4pack_mm": 4 * LAYERS, "int8_linear": 1}), 0, 0),
     "float8": (Counter({"_scaled_mm": 4 * LAYERS + 1}), 4, 1),  # each row's largest number is found first
+    "planes": (Counter({"_scaled_mm": 4 * LAYERS + 1}), 4, 1),
 }
 
 
@@ -71,23 +74,33 @@ def assert_few_launches(step: Generated, launches: int, products: dict[str, int]
     assert step.graphs == 1 and step.no_cudagraph is None
 
 
-@pytest.mark.parametrize("name", few(DRAFTS, ["float8"]))
+def split(weight: Tensor) -> Planes:
+    """Planes of a weight without values."""
+    upper, lower = (torch.empty_like(weight, dtype=torch.uint8) for _ in range(2))
+    return Planes(upper, lower, weight.new_empty(len(weight)).float(), weight.new_empty(0).long(), weight[:0])
+
+
+@pytest.mark.parametrize("name", few(DRAFTS, ["planes"]))
 def test_a_copy_drafts_with_few_launches_and_no_buffer_of_a_weights_size(name: str) -> None:
     products, more, at_head = DRAFTS[name]
     with fake_cuda_tensors(), torch.inference_mode():
         rig = fake_rig(dim=1024)
         target, before = rig.model, dict(rig.model.named_parameters(remove_duplicate=False))
-        with quantizing():
+        with quantizing(), mock.patch("gpt_fast_sd.fast.linear_planes.split", split):
+            if name == "planes":
+                for linear in linears_of(target):
+                    lay_in_planes(linear, linear.weight)
+                before = dict(target.named_parameters(remove_duplicate=False))
             rig.model = draft_copy(target, name)
         assert all(p is before[name] for name, p in target.named_parameters(remove_duplicate=False))
-        head = "float8" if name == "float8" else "int8"
+        head = name if name in ("float8", "planes") else "int8"
         assert [precision_of(m) for m in linears_of(rig.model)] == [name] * 4 * LAYERS + [head]
         assert rig.model.embedding is target.embedding and rig.model.norm is target.norm
         step, args = step_of("draft streaming", rig)
         assert_few_launches(cuda_code(step, *args), LAYERS * (LAYER + more) + HEAD + at_head, products, rig.model)
 
 
-@pytest.mark.parametrize("name", few(DRAFTS, ["int4"]))
+@pytest.mark.parametrize("name", few([name for name in DRAFTS if name != "planes"], ["int4"]))
 def test_a_target_verifies_with_few_launches_and_no_one_row_kernel_of_a_library(name: str) -> None:
     products, more, _ = DRAFTS[name]
     settings = {key: value for key, value in inductor.get_config_copy().items() if not key.startswith("_")}

@@ -55,6 +55,17 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
+def test_tiles_of_64_rows_take_two_of_the_longest_splits_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case([300, 0, 190], n_tokens=22, dtype=BF16)
+    sums = [case.attend(), case.mass(16)]
+    monkeypatch.setattr(decode_triton, "LARGEST_SPLIT", SPLIT)
+    monkeypatch.setattr(decode_triton, "BUSY", 0)
+    monkeypatch.setattr(decode_triton.triton, "cdiv", lambda a, b: sums.append(b) or -(-a // b))  # type: ignore
+    assert_close(case.attend(), case.expected())
+    torch.testing.assert_close(case.mass(16), sums[1], rtol=1e-3, atol=1e-3)
+    assert 2 * SPLIT in sums[2:]
+
+
 # a number of tokens whose rows, three a token, need several tiles
 TOKENS = {"decode": 3, "whole": 33, "split": 11}
 

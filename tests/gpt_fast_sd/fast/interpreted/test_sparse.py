@@ -30,8 +30,12 @@ def test_a_long_list_has_no_more_chunks_than_the_merge_reads() -> None:
     for n_entries, n_pairs in itertools.product((1, 192, 193, 1024, 1025, 4138, 8193, 100_000), (1, 8, 128, 199, 500)):
         chunk = sparse_triton.chunk_for(n_entries, n_pairs)
         assert chunk % 64 == 0 and -(-n_entries // chunk) <= sparse_triton.MOST_CHUNKS
-    several = [sparse_triton.chunk_for(1032, n_pairs) for n_pairs in (8, 128, 198, 199)]
-    assert several == [128, 384, 640, 1152] and 2 * sparse_triton.chunk_for(224 + 70, 1) < 224 + 70
+    several = [sparse_triton.chunk_for(1032, n_pairs) for n_pairs in (8, 128, 198, 199, 500)]
+    assert (
+        several == [128, 384, 640, 1152, 256]
+        and sparse_triton.chunk_for(2056, 256) == 256
+        and 2 * sparse_triton.chunk_for(224 + 70, 1) < 224 + 70
+    )
 
 
 TAILED = {"dtype": BF16, "held": PLANES, "tail": TAIL}
