@@ -44,6 +44,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  before torch: it says how threads wait
 import flags
 from common import parser_of, refuse, refusing, sentence, started
 from files import check_files

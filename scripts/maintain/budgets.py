@@ -67,7 +67,7 @@ def budgets() -> list[tuple[str, int, int | None]]:
         *rooms,
         ("programs that run", lines(p for p in under("scripts") if p.stem in RUN), None),
         ("inputs of all programs", lines(inputs), None),
-        ("measuring, with its programs", lines(measuring), 8490),
+        ("measuring, with its programs", lines(measuring), 8500),
         ("maintainers' tools", lines(under("scripts/maintain")), None),
         ("tests", lines(under("tests", "*.py", "*.cpp")), 30_300),
         ("columns of the widest line in C++", widest, 120),

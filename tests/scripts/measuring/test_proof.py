@@ -22,7 +22,7 @@ from gpt_fast_sd.fast.cpu import round as rounds
 from gpt_fast_sd.model import CacheLayer, KVCache, llama
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.round import Round
-from gpt_fast_sd.sampling import Kind, draw, probabilities, uniform
+from gpt_fast_sd.sampling import TARGET_STREAM, Kind, SamplingTable, draw, probabilities, uniform
 from measuring import lossless
 from measuring.lossless import Difference
 from tests.drafts import POLICIES, draft_of
@@ -89,6 +89,18 @@ def test_samples_find_drafts_judged_by_a_filtered_q_and_drawn_from_another(wide:
     assert isinstance(wide.policy, ModelDraft)
     monkeypatch.setattr(wide.policy._choose, "fn", choose)
     monkeypatch.setattr(lossless, "FILTERED", {"temperature": 1.0, "top_k": 4})
+    assert_found(drawn(wide, 4000))
+
+
+def test_samples_find_a_number_that_is_used_twice_and_a_temperature_that_is_not(
+    wide: Engine, monkeypatch: Patch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("gpt_fast_sd.round.ACCEPT_STREAM", TARGET_STREAM)
+        assert_found(drawn(wide, 4000))
+    repeated = SamplingTable.repeated
+    warm = lambda table, n: replace(repeated(table, n), temperature=repeated(table, n).temperature.sign())  # noqa: E731
+    monkeypatch.setattr(SamplingTable, "repeated", warm)
     assert_found(drawn(wide, 4000))
 
 
