@@ -26,7 +26,7 @@ from .cpu.round import cpu_round_serves
 from .cpu.sampling import LEAST_VOCABULARY
 from .cpu.sampling import available as distributions_build
 from .devices import traits_of
-from .linear_planes import PlanesLinear, UpperLinear
+from .linear_planes import PlanesLinear, UpperByFloat8, UpperLinear
 from .marks import STANDS_FOR, edited, name_of, original
 from .ops.choice import triton_serves
 from .triton import stand_ins as triton
@@ -84,8 +84,10 @@ class FastBackend(Backend):
     def bodies(self, runner: Runner) -> Bodies:
         """What runs in the places of the core's functions, after the weights were laid out."""
         found = self._bodies(runner)
-        if any(type(module) in (PlanesLinear, UpperLinear) for module in runner.model.modules()):
+        kinds = {type(module) for module in runner.model.modules()}
+        if kinds & {PlanesLinear, UpperLinear, UpperByFloat8}:
             who = "Triton, planes" if triton_serves(self.device) else "bf16 weights, joined from planes in each call"
+            who = "torch's float8, the upper plane" if UpperByFloat8 in kinds else who
             found = replace(found, names=(*found.names, ("products", who)))
         return found
 

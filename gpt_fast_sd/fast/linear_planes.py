@@ -121,12 +121,12 @@ def upper_of(linear: nn.Linear, *, multiplies_float8: bool = False) -> nn.Linear
     """
     if not isinstance(linear, PlanesLinear):
         return linear
-    by_float8 = multiplies_float8 and linear.in_features % 16 == linear.out_features % 16 == 0
+    rounds_rows = multiplies_float8 and linear.in_features % 16 == linear.out_features % 16 == 0
     with torch.device("meta"):
-        own = (UpperByFloat8 if by_float8 else linear.reader)(linear.in_features, linear.out_features, bias=False)
+        own = (UpperByFloat8 if rounds_rows else linear.reader)(linear.in_features, linear.out_features, bias=False)
     for name in (*PARTS, "bias"):
         own.register_parameter(name, getattr(linear, name))
-    if by_float8:
+    if rounds_rows:
         own.weight = nn.Parameter(linear.weight.detach().view(FLOAT8), requires_grad=False)
         own.register_buffer("one", torch.ones((), device=linear.weight.device), persistent=False)
     return own.train(False)

@@ -19,24 +19,31 @@ FORMATS = {"int8": INT8, "planes": PLANES}
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter has no assembler
 
+
+def _assembler(begin: str, part: str, *places: tuple[str, ...]) -> tl.constexpr:
+    """A block of PTX: a beginning, then `part` for each tuple, whose texts stand there for {0}, {1} and so on."""
+    return tl.constexpr("{" + begin + "".join(part.format(*texts) for texts in places) + "}")
+
+
 # Four entries of a byte, in one register -> four numbers of 16 bits in two, exactly. Triton's own conversion takes an
 # I2F per entry on sm_80, 16 per clock and SM: more clocks per block than its bytes take.
 #
 # Behind 0x43 a byte is a bf16 in which the sign of the int8 is the last bit of the exponent. Without that bit it is 128
 # and the other seven; with no other it is 128, or 256 if negative: the int8 is their difference. It is a fused product
 # since sm_80 has no difference of bf16.
-INT8_TO_BF16 = tl.constexpr("""{
+INT8_TO_BF16 = _assembler(
+    """
     .reg .b32 pair, rest, sign, minus;
     mov.b32 minus, 0xbf80bf80;
-    prmt.b32 pair, $2, 0x43, 0x4140;
+""",
+    """    prmt.b32 pair, $2, 0x43, {0};
     and.b32 rest, pair, 0xff7fff7f;
     and.b32 sign, pair, 0xff80ff80;
-    fma.rn.bf16x2 $0, sign, minus, rest;
-    prmt.b32 pair, $2, 0x43, 0x4342;
-    and.b32 rest, pair, 0xff7fff7f;
-    and.b32 sign, pair, 0xff80ff80;
-    fma.rn.bf16x2 $1, sign, minus, rest;
-}""")
+    fma.rn.bf16x2 {1}, sign, minus, rest;
+""",
+    ("0x4140", "$0"),
+    ("0x4342", "$1"),
+)
 # Behind 0x64 a byte x + 128 is the fp16 of 1024 + x + 128.
 INT8_TO_FP16 = tl.constexpr("""{
     .reg .b32 raised, pair, base;
@@ -49,34 +56,35 @@ INT8_TO_FP16 = tl.constexpr("""{
 }""")
 # The upper plane of weights (see ops/planes.py): four e4m3, whose seven bits under four zeros are a bf16 that is
 # 2 ** 120 too small, subnormal numbers included.
-E4M3_TO_BF16 = tl.constexpr("""{
+E4M3_TO_BF16 = _assembler(
+    """
     .reg .b32 pair, sign, raise, minus;
     mov.b32 raise, 0x7b807b80;
     mov.b32 minus, 0x80008000;
-    prmt.b32 pair, $2, 0x0, 0x1404;
+""",
+    """    prmt.b32 pair, $2, 0x0, {0};
     and.b32 sign, pair, minus;
     shr.b32 pair, pair, 4;
     and.b32 pair, pair, 0x07f007f0;
     or.b32 pair, pair, sign;
-    fma.rn.bf16x2 $0, pair, raise, minus;
-    prmt.b32 pair, $2, 0x0, 0x3424;
-    and.b32 sign, pair, minus;
-    shr.b32 pair, pair, 4;
-    and.b32 pair, pair, 0x07f007f0;
-    or.b32 pair, pair, sign;
-    fma.rn.bf16x2 $1, pair, raise, minus;
-}""")
+    fma.rn.bf16x2 {1}, pair, raise, minus;
+""",
+    ("0x1404", "$0"),
+    ("0x3424", "$1"),
+)
 # Both planes: of 15 << 7, the base that leaves zero where k is 15, a bf16 is 2 ** 105 too small. No half of the sums
 # borrows from the other.
-WEIGHTS_TO_BF16 = tl.constexpr("""{
+WEIGHTS_TO_BF16 = _assembler(
+    """
     .reg .b32 pair, sign, low, below, raise, minus;
     mov.b32 raise, 0x74007400;
     mov.b32 minus, 0x80008000;
-    prmt.b32 pair, $2, 0x0, 0x1404;
+""",
+    """    prmt.b32 pair, $2, 0x0, {0};
     and.b32 sign, pair, minus;
     shr.b32 pair, pair, 4;
     and.b32 pair, pair, 0x07f007f0;
-    prmt.b32 low, $3, 0x0, 0x4140;
+    prmt.b32 low, $3, 0x0, {1};
     shl.b32 below, low, 3;
     and.b32 low, low, 0x000f000f;
     or.b32 pair, pair, low;
@@ -84,25 +92,16 @@ WEIGHTS_TO_BF16 = tl.constexpr("""{
     add.u32 pair, pair, 0x07780778;
     sub.u32 pair, pair, below;
     or.b32 pair, pair, sign;
-    fma.rn.bf16x2 $0, pair, raise, minus;
-    prmt.b32 pair, $2, 0x0, 0x3424;
-    and.b32 sign, pair, minus;
-    shr.b32 pair, pair, 4;
-    and.b32 pair, pair, 0x07f007f0;
-    prmt.b32 low, $3, 0x0, 0x4342;
-    shl.b32 below, low, 3;
-    and.b32 low, low, 0x000f000f;
-    or.b32 pair, pair, low;
-    and.b32 below, below, 0x07800780;
-    add.u32 pair, pair, 0x07780778;
-    sub.u32 pair, pair, below;
-    or.b32 pair, pair, sign;
-    fma.rn.bf16x2 $1, pair, raise, minus;
-}""")
+    fma.rn.bf16x2 {2}, pair, raise, minus;
+""",
+    ("0x1404", "0x4140", "$0"),
+    ("0x3424", "0x4342", "$1"),
+)
 # Four bytes of the upper plane and four of the lower, a nibble of the first half of a head (the low one) and one of the
 # second in each -> two registers of either half. The bytes that are joined have signs that are 0 where a number is
 # negative, else as those of an int8: INT8_TO_BF16 with that bit turned.
-PLANES_TO_BF16 = tl.constexpr("""{
+PLANES_TO_BF16 = _assembler(
+    """
     .reg .b32 first, second, moved, pair, rest, sign, minus, high, lower, inverse;
     mov.b32 minus, 0xbf80bf80;
     mov.b32 high, 0xf0f0f0f0;
@@ -112,46 +111,38 @@ PLANES_TO_BF16 = tl.constexpr("""{
     lop3.b32 first, moved, $5, high, 0xe4;
     shr.b32 moved, $5, 4;
     lop3.b32 second, $4, moved, high, 0xe4;
-    prmt.b32 pair, first, 0x43, 0x4140;
+""",
+    """    prmt.b32 pair, {0}, 0x43, {1};
     and.b32 rest, pair, 0xff7fff7f;
     lop3.b32 sign, pair, lower, inverse, 0x6a;
-    fma.rn.bf16x2 $0, sign, minus, rest;
-    prmt.b32 pair, first, 0x43, 0x4342;
-    and.b32 rest, pair, 0xff7fff7f;
-    lop3.b32 sign, pair, lower, inverse, 0x6a;
-    fma.rn.bf16x2 $1, sign, minus, rest;
-    prmt.b32 pair, second, 0x43, 0x4140;
-    and.b32 rest, pair, 0xff7fff7f;
-    lop3.b32 sign, pair, lower, inverse, 0x6a;
-    fma.rn.bf16x2 $2, sign, minus, rest;
-    prmt.b32 pair, second, 0x43, 0x4342;
-    and.b32 rest, pair, 0xff7fff7f;
-    lop3.b32 sign, pair, lower, inverse, 0x6a;
-    fma.rn.bf16x2 $3, sign, minus, rest;
-}""")
+    fma.rn.bf16x2 {2}, sign, minus, rest;
+""",
+    ("first", "0x4140", "$0"),
+    ("first", "0x4342", "$1"),
+    ("second", "0x4140", "$2"),
+    ("second", "0x4342", "$3"),
+)
 # Four bytes of the upper plane alone, as if the nibbles of the lower one were 0: 2 * nibble above the 128 of a bf16 of
 # 256 is 256 + 16 * nibble, of which 384 are too many.
-UPPER_TO_BF16 = tl.constexpr("""{
+UPPER_TO_BF16 = _assembler(
+    """
     .reg .b32 pair, moved, nibbles, base, one, less;
     mov.b32 nibbles, 0x00780078;
     mov.b32 base, 0x43804380;
     mov.b32 one, 0x3f803f80;
     mov.b32 less, 0xc3c0c3c0;
-    prmt.b32 pair, $4, 0x0, 0x4140;
+""",
+    """    prmt.b32 pair, $4, 0x0, {0};
     shl.b32 moved, pair, 3;
     lop3.b32 moved, moved, nibbles, base, 0xea;
-    fma.rn.bf16x2 $0, moved, one, less;
+    fma.rn.bf16x2 {1}, moved, one, less;
     shr.b32 moved, pair, 1;
     lop3.b32 moved, moved, nibbles, base, 0xea;
-    fma.rn.bf16x2 $2, moved, one, less;
-    prmt.b32 pair, $4, 0x0, 0x4342;
-    shl.b32 moved, pair, 3;
-    lop3.b32 moved, moved, nibbles, base, 0xea;
-    fma.rn.bf16x2 $1, moved, one, less;
-    shr.b32 moved, pair, 1;
-    lop3.b32 moved, moved, nibbles, base, 0xea;
-    fma.rn.bf16x2 $3, moved, one, less;
-}""")
+    fma.rn.bf16x2 {2}, moved, one, less;
+""",
+    ("0x4140", "$0", "$2"),
+    ("0x4342", "$1", "$3"),
+)
 MISSING = tl.constexpr(7.5)  # the mean of what is not read of a number where the lower plane is not
 
 

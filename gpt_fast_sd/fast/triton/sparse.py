@@ -59,7 +59,7 @@ class Config(NamedTuple):
 # estimated: entries wait for their list, so with s stages s // 2 blocks of keys and values are in flight while a
 # program computes, 64 entries of 128 bf16 are 32 KiB, and by Little's law 36 KB are enough for 4.8 TB/s (132 SMs, 1
 # us). Tiles of 64 rows are for many tokens per row, which no draft step has: eight warps, and an SM has registers for
-# one of them.
+# one of them; blocks of 128 entries leave it none, and tiles end at 32.
 LOADS = {
     (90, 2, 64): (64, 3, (3, 3, 1)), (90, 2, 128): (128, 2, (2, 1)), (90, 2, 256): (32, 3, (2, 2, 1)),
     (90, 1, 64): (64, 3, (3, 3, 1)), (90, 1, 128): (64, 5, (3, 2, 1)), (90, 1, 256): (32, 3, (2, 2, 1)),
