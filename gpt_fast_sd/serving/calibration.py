@@ -20,6 +20,7 @@ from .draft_planner import DraftPlanner
 from .scheduling import Schedule
 
 LONG = 0.1  # seconds of a step that noise changes little
+SHORT = 0.01  # seconds of a step that depends on what was in caches before it
 
 
 def warm_up(at: Schedule) -> float:
@@ -66,22 +67,24 @@ def find_arms(at: Schedule, few: int, many: int) -> None:
         if summing == [arm]:  # the first of them: the target's steps are the same for all
             like = [i for i, one in enumerate(planner.arms) if one.view == planner.arms[arm].view]
             planner.time_target(verifying, few, many, like)
-        planner.time_arm(
-            arm, lambda gamma: time_steps(at, gamma, many, verifies=False)[0], lambda: verifying(0, many), many,
-            steps=drafter.n_steps,
-        )  # fmt: skip
+        between = planner.plain.verify[0](many) < SHORT  # what a step has left in caches is of the other kind
+
+        def drafting(gamma: int, between: bool = between) -> float:
+            return time_steps(at, gamma, many, verifies=between)[0]
+
+        planner.time_arm(arm, drafting, lambda: verifying(0, many), many, steps=drafter.n_steps)
 
 
 def time_steps(
     at: Schedule, gamma: int, n_keys: int, *, drafts: bool = True, verifies: bool = True
 ) -> tuple[float, float]:
-    """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of three.
+    """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of a few.
 
-    Once is enough where it takes LONG in one process. drafts, verifies: which of both are timed.
+    In one process one where it takes LONG, and twelve where it is SHORT. drafts, verifies: which of both are timed.
 
     Drafting is timed for one token and for the highest tier.
     """
-    state, rounds, policy, seconds = at.state, at.rounds, at.policy, []
+    state, rounds, policy, seconds = at.state, at.rounds, at.policy, list[tuple[float, float]]()
     assert policy
     plan = RoundPlan(gamma=gamma, n_keys=n_keys - gamma, captured=rounds.capture is not None)
     fed = slice(n_keys - gamma - 1, n_keys + MAX_GAMMA)
@@ -94,7 +97,9 @@ def time_steps(
         timed = drafts and gamma in (at.planner.tiers[1], at.planner.tiers[-1])
         propose = rounds.prepared(lambda: policy.propose(state, plan)) if timed else lambda: None
         verify = rounds.prepared(lambda: rounds.feed(tokens, n_keys)) if verifies else lambda: None
-        for _ in range(3):
+        # ranks do the same, each by its clock
+        most = 3 if at.parallel.tp > 1 else 12
+        while len(seconds) < most:
             started = time.perf_counter()
             propose()
             rounds.synchronize()
@@ -102,8 +107,9 @@ def time_steps(
             verify()
             rounds.synchronize()
             seconds.append(((drafted - started) / max(1, gamma), time.perf_counter() - drafted))
-            if at.parallel.tp == 1 and time.perf_counter() - started > LONG:  # ranks do the same, each by its clock
-                break
+            took = time.perf_counter() - started
+            if at.parallel.tp == 1:
+                most = 1 if took > LONG else 3 if took > SHORT else most
     finally:
         for buffer, before in held:  # slots keep their prompts
             buffer[:, :, fed] = before

@@ -19,7 +19,6 @@ from ..policies.config import DraftConfig
 from .gamma_planner import (
     CLEARLY,
     GAIN,
-    KEPT_WEIGHT,
     PLAIN_AFTER,
     PRIOR_WEIGHT,
     RATE,
@@ -41,8 +40,11 @@ HICCUP = 2.0  # times what a round was expected to take that it may have lost: t
 SETTLES = 4  # rounds of another arm, or gamma, which show what it takes; later ones show how fast the machine is
 FOLLOWS = 0.3  # weight of a round in how fast the machine is
 STEADY = 8  # rounds for which what is best is not asked again, unless something was tried: asking takes time ...
-ASKING, ASKED = 0.0004, 0.005  # ... about so many seconds, which may be this share of a run of short rounds ...
+ASKING, ASKED = 0.0002, 0.005  # ... about so many seconds, which may be this share of a run of short rounds ...
 LAST_STEADY = 64  # ... and no more rounds than these
+RECORDING, SELDOM_RECORDED = 0.00003, 8  # seconds that recording a plain round takes, and one of how many is at least
+COLD = 0.004  # seconds after a change of arms in which rounds find what they read in no cache, and tell nothing
+KEPT = 16.0  # first drafts of a view in earlier runs that count in a new one
 KNOWN = 12.0  # first drafts after which what a view gains is known
 HOPE_WEIGHT = 3.0  # number of drafts that what is hoped of a view counts as
 KIN = 8.0  # number of drafts that what arms with the same view have shown counts as for each of them
@@ -50,6 +52,8 @@ FADE = 0.997  # of what an arm has shown, per round of others: texts change
 BETTER = 0.03  # acceptance that one may hope to be above what is expected by that of arms with the same view
 SELDOM = 8  # times as many rounds as PLAIN_AFTER, where drafting gains clearly
 BARELY, OFTEN = 1.1, 8  # where it gains less, a plain round costs little, and is timed again after so many
+
+Key = tuple[int, int]  # arm and gamma
 
 
 @dataclass(frozen=True)
@@ -123,13 +127,15 @@ class DraftPlanner:
         self.to_come = 0.0  # tokens of a row that the run may still bring
         self.limits: Sequence[int] = ()  # see GammaPlanner
         self.slowness = 1.0  # of the machine, beside when steps were timed
-        self._before: tuple[int, int] | None = None  # arm and gamma of the round before
-        self._same = 0  # rounds since arm or gamma changed
-        self._last = 0, 0  # arm and gamma
+        self._before: Key | None = None  # arm and gamma of the round before
+        self._same, self._since = 0, 0.0  # rounds that tell something, and seconds, since arm or gamma changed
+        self._last = self._going = 0, 0  # arm and gamma: the best one when this was asked last, and of the rounds since
+        self._skipped = 0  # plain rounds that were not recorded, since one was
         self._since_plain = 0
         self.seconds_run = self.lost = self._best = 0.0
         self._n_keys, self._rounds = 1, [0] * len(self.arms)
         self._steady = self._after = self._plain_seen = 0
+        self._every, self._beginning = 1, True
 
     @property
     def plain(self) -> GammaPlanner:
@@ -195,88 +201,108 @@ class DraftPlanner:
     def begin(self) -> None:
         """A new run: acceptance in earlier ones counts little, least what was looked up, as it is of their texts."""
         for view, planner in (*zip((arm.view for arm in self.arms), self.of, strict=True), *self.of_view.items()):
-            planner.begin(PRIOR_WEIGHT if view == "lookup" else KEPT_WEIGHT)
+            planner.begin(PRIOR_WEIGHT if view == "lookup" else KEPT)
         self.seconds_run = self.lost = 0.0
         self._steady, self._rounds = 0, [0] * len(self.arms)
-        self._before, self._plain_seen = None, 0
+        self._before, self._plain_seen, self._beginning = None, 0, True
 
-    def rates(self, i: int, *, hoped: bool = False) -> list[float]:
-        """The chance of the first, second, ... draft of an arm; hoped: as high as it may still turn out to be."""
+    def rates(self, i: int, n: int = MAX_GAMMA, *, hoped: bool = False) -> list[float]:
+        """The chance of the first, second, ... n-th draft of an arm; hoped: as high as it may still turn out to be."""
         arm, of_view = self.arms[i], self.of_view[self.arms[i].view]
         prior: list[float] | float = arm.hope if hoped else arm.expected
         if arm.like in self.of_view and self._shows(arm.like):
             lift = min(1.0, (1 + hoped) * arm.lift)
-            prior = [rate + (1 - rate) * lift for rate in self.of_view[arm.like].rates()]
+            prior = [rate + (1 - rate) * lift for rate in self.of_view[arm.like].rates(n=n)]
         better = BETTER if hoped else 0.0
-        kin = of_view.rates(prior, HOPE_WEIGHT) if hoped else of_view.rates(prior)
-        return self.of[i].rates([min(0.999, arm.share * (rate + better)) for rate in kin], KIN)
+        kin = of_view.rates(prior, HOPE_WEIGHT if hoped else PRIOR_WEIGHT, n)
+        return self.of[i].rates([min(0.999, arm.share * (rate + better)) for rate in kin], KIN, n)
 
     def _shows(self, view: str) -> bool:
         return self.of_view[view].shown >= KNOWN
 
-    def _speeds(self, i: int, n_keys: int, *, hoped: bool = False) -> dict[tuple[int, int], float]:
-        """Tokens per row and second of an arm's rounds, by gamma."""
-        emitted = over_rows([*accumulate(accumulate(self.rates(i, hoped=hoped), mul, initial=1.0))], self.limits)
+    def _seconds(self, n_keys: int) -> dict[int, dict[int, float]]:
+        """Those of the rounds of each arm that is ready, by gamma."""
         tiers = [g for g in self.tiers[1:] if g <= max(self.limits, default=g)]
-        return {(i, g): emitted[g] / self.of[i].seconds(g, n_keys, emitted[g]) for g in tiers}
+        return {i: {g: self.of[i].seconds(g, n_keys) for g in tiers} for i in self.ready}
+
+    def _speeds(self, i: int, seconds: dict[int, float], *, hoped: bool = False) -> dict[Key, float]:
+        """Tokens per row and second of an arm's rounds, by gamma."""
+        rates = self.rates(i, max(self.tiers), hoped=hoped)
+        emitted = over_rows([*accumulate(accumulate(rates, mul, initial=1.0))], self.limits)
+        return {(i, g): emitted[g] / seconds[g] for g in seconds}
 
     def choose(self, n_keys: int) -> int:
         """Gamma of the next round, whose arm is `arm`."""
-        if self._plain_seen < AT_FIRST:
+        if self._beginning:
             self.arm = self._since_plain = 0
             return 0
         self._steady -= 1
-        may_go_on = self._last[1] <= max(self.limits, default=MAX_GAMMA)
+        may_go_on = self._going[1] <= max(self.limits, default=MAX_GAMMA)
         if self._steady > 0 and self._since_plain + 1 < self._after and may_go_on:
-            self.arm, gamma = self._last
+            self.arm, gamma = self._going
             self._since_plain = self._since_plain + 1 if gamma else 0
             return gamma
         self._n_keys, plain = n_keys, 1 / self.plain.seconds(0, n_keys)
-        speeds = {(0, 0): plain}
+        speeds, took = {(0, 0): plain}, self._seconds(n_keys)
         for i in self.ready:
-            speeds |= self._speeds(i, n_keys)
+            speeds |= self._speeds(i, took[i])
         known = {key: speed for key, speed in speeds.items() if not key[1] or self._shows(self.arms[key[0]].view)}
         best = max(known, key=lambda key: known[key])
         if self._last in known and known[best] < GAIN * known[self._last]:
             best = self._last
         room = TRYING * (self.seconds_run + min(self.to_come, HORIZON) / known[best]) - self.lost
-        tried = self._to_try(n_keys, best, speeds, room)
+        tried = self._to_try(took, best, speeds, room)
         seen = min(self.plain.verify[0].seen, 4)  # only plain rounds show what they take
         gains = known[best] / plain
         after = min(2 << seen, PLAIN_AFTER if gains > BARELY else OFTEN)
         after *= SELDOM if seen > 3 and gains > CLEARLY else 1
+        stretch = ceil(COLD / self.plain.seconds(0, n_keys))  # plain rounds in a row, of which the last one tells
+        after *= stretch
         self._after = after
         if tried is None and best[1] and self._since_plain >= after:
             tried = 0, 0
         self._best = known[best]
-        asking = ceil(ASKING / (ASKED * self.of[best[0]].seconds(best[1], n_keys)))
-        self._steady = min(max(STEADY, asking), LAST_STEADY) if tried is None else 0
+        seconds = self.of[best[0]].seconds(best[1], n_keys)
+        asking = ceil(ASKING / (ASKED * seconds))
+        self._every = min(ceil(RECORDING / (ASKED * seconds)), SELDOM_RECORDED)
+        self._steady = min(max(STEADY, asking), LAST_STEADY)
+        if tried is not None:
+            at_worst = self.of[tried[0]].seconds(tried[1], n_keys) - 1 / known[best]  # loses a round that keeps nothing
+            self._steady = min(asking // STEADY, int(room / at_worst)) if at_worst > 0 else 1
+            if tried == (0, 0):
+                self._steady = stretch
         if tried is None and best[1] == self.tiers[-1]:
             emitted = over_rows([*accumulate(accumulate(self.rates(best[0]), mul, initial=1.0))], self.limits)
             best = best[0], self.of[best[0]].one_further(n_keys, emitted, known[best]) or best[1]
         if tried is None:
             self._last = best
-        self.arm, gamma = tried or best
+        self.arm, gamma = self._going = tried or best
         self._since_plain = self._since_plain + 1 if gamma else 0
         return gamma
 
     def _to_try(
-        self, n_keys: int, known: tuple[int, int], speeds: dict[tuple[int, int], float], room: float
-    ) -> tuple[int, int] | None:
+        self,
+        took: dict[int, dict[int, float]],
+        known: tuple[int, int],
+        speeds: dict[Key, float],
+        room: float,
+    ) -> Key | None:
         """The arm and gamma that might be faster than the best and is worth trying now; None: there is none."""
-        best, could = speeds[known], list[tuple[int, int]]()
+        best, could = speeds[known], list[Key]()
         if room <= 0:
             return None
         for i in self.ready:
-            hoped = self._speeds(i, n_keys, hoped=True)
+            hoped = self._speeds(i, took[i], hoped=True)
             unknown = not self._shows(self.arms[i].view)
             could += [
                 key for key in hoped
                 if key != known and hoped[key] > GAIN * best and (unknown or hoped[key] > GAIN * speeds[key])
-                and self.of[i].seconds(key[1], n_keys) - 1 / best <= room  # what it loses if no draft is kept
+                and took[i][key[1]] - 1 / best <= room  # what it loses if no draft is kept
             ]  # fmt: skip
-        losses = {key: self.of[key[0]].seconds(key[1], n_keys) * (1 - speeds[key] / best) for key in could}
+        losses = {key: took[key[0]][key[1]] * (1 - speeds[key] / best) for key in could}
         paying = [key for key in could if losses[key] <= 0]
+        if self._before in (paying or could):  # its first round, the slowest, is over
+            return self._before
         if paying:
             arm, _ = max(paying, key=lambda key: speeds[key])
             return min(key for key in paying if key[0] == arm)
@@ -284,12 +310,12 @@ class DraftPlanner:
 
     def found(self) -> list[Found]:
         """What is known of each arm by now, by the keys that the last rounds read; the fastest first."""
-        plain, known = self.plain.seconds(0, self._n_keys), []
+        plain, known, seconds = self.plain.seconds(0, self._n_keys), [], self._seconds(self._n_keys)
         for i, arm in enumerate(self.arms):
             if i not in self.ready:
                 known.append(Found(arm.name, 0, None, None, 0))
                 continue
-            speeds = self._speeds(i, self._n_keys)
+            speeds = self._speeds(i, seconds[i])
             (_, gamma), speed = max(speeds.items(), key=lambda one: one[1], default=((i, 0), 0.0))
             seen = self.of[i].shown
             known.append(Found(arm.name, gamma, speed * plain, self.rates(i)[0] if seen else None, self._rounds[i]))
@@ -313,6 +339,8 @@ class DraftPlanner:
         self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int], *, arm: int = 0
     ) -> None:
         """Record a round of an arm, as GammaPlanner.record does."""
+        if self._skips(gamma):
+            return
         self._open(gamma)
         planner = self.of[arm if gamma else 0]
         tier = planner._tier(gamma)
@@ -328,6 +356,8 @@ class DraftPlanner:
         self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int], *, arm: int = 0
     ) -> None:
         """Record a round of an arm, as GammaPlanner.record_whole does."""
+        if self._skips(gamma):
+            return
         self._open(gamma)
         planner = self.of[arm if gamma else 0]
         tier, learns, expected = planner._tier(gamma), True, 0.0
@@ -341,6 +371,12 @@ class DraftPlanner:
             planner._count(gamma, accepted)
         self._count(gamma, seconds or 0.0, expected, accepted, arm)
 
+    def _skips(self, gamma: int) -> bool:
+        """Whether a plain round among others is left out: recording takes time, and one of several tells of all."""
+        self._skipped += 1
+        plain = not gamma and self._last == self._going == (0, 0) and not self._beginning
+        return plain and self._skipped < self._every
+
     def _open(self, gamma: int) -> None:
         """See GammaPlanner.open: arms share the target's steps."""
         if gamma in self.plain.further:
@@ -348,7 +384,7 @@ class DraftPlanner:
                 planner.open(gamma)
             self.tiers = self.plain.tiers
 
-    def _follow(self, who: tuple[int, int], seconds: float, expected: float, verify: StepTimes) -> tuple[bool, float]:
+    def _follow(self, who: Key, seconds: float, expected: float, verify: StepTimes) -> tuple[bool, float]:
         """Whether a round tells what its steps take, and how slow the machine is beside when they were timed.
 
         It slows down and recovers as its other users come and go, and all steps with it. How far a round is off what
@@ -358,14 +394,19 @@ class DraftPlanner:
         surprise = seconds / expected / slowness
         if not 0 < surprise < inf:  # no clock's
             return True, slowness
-        self._same = self._same + 1 if who == self._before else 0
-        self._before = who
-        if not who[1] and self._plain_seen < AT_FIRST:  # the first one may be slow for once, as threads awake
+        if who != self._before:
+            self._before, self._same, self._since = who, 0, 0.0
+        self._since += seconds
+        if not who[1] and self._beginning:  # the first one may be slow for once, as threads awake
             self._plain_seen += 1
+            self._beginning = self._plain_seen < AT_FIRST or self._since < COLD
             surprise = min(max(surprise, 1 / FAR), FAR)
             self.slowness *= surprise if self._plain_seen == 1 else min(1.0, surprise)
             return False, self.slowness
-        learns = self._same < SETTLES
+        if self._since < COLD:
+            return False, slowness
+        self._same += 1
+        learns = self._same <= SETTLES
         if learns and not 1 / SURPRISE < surprise < SURPRISE:
             self._steady = 0
             verify.seen = min(verify.seen, 1)  # what was known is known no longer: it is asked again soon
@@ -375,6 +416,8 @@ class DraftPlanner:
 
     def record_host(self, gamma: int, seconds: float, *, arm: int = 0) -> None:
         """Record a round's seconds outside its steps, which all arms share."""
+        if self._skipped:
+            return
         self.plain.record_host(gamma, seconds / self.slowness)
         if self.of[-1].host is not self.plain.host:
             for planner in self.of:
@@ -382,15 +425,16 @@ class DraftPlanner:
 
     def _count(self, gamma: int, took: float, expected: float, accepted: Sequence[int], arm: int) -> None:
         """Count what a round took, what it lost beside the best that is known, and for its view what was accepted."""
+        n, self._skipped = self._skipped, 0
         if not 0 <= took < inf:  # no clock's
             return
         seconds = min(took, HICCUP * expected) + self.plain.host[self.plain._tier(gamma)].seconds
-        self.seconds_run += seconds
+        self.seconds_run += n * seconds
         view = self.arms[arm].view if gamma and accepted else None
         own = (self.of[arm], self.of_view[view]) if view else ()
         for planner in self._all:
             if planner not in own:
-                planner.fade(FADE)
+                planner.fade(FADE**n)
         if not view:
             return
         self._rounds[arm] += 1

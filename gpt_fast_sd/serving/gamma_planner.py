@@ -314,11 +314,16 @@ class GammaPlanner:
             self.select.learn(n_keys, scale * self.select(n_keys))
         self.record(gamma, n_keys, drafting * scale, verifying * scale, accepted)
 
-    def rates(self, prior: float | Sequence[float] = PRIOR, weight: float = PRIOR_WEIGHT) -> list[float]:
-        """The chance of each draft if those before it were accepted, expected as a number of drafts of this prior."""
+    def rates(
+        self, prior: float | Sequence[float] = PRIOR, weight: float = PRIOR_WEIGHT, n: int | None = None
+    ) -> list[float]:
+        """The chance of each draft if those before it were accepted, expected as a number of drafts of this prior.
+
+        n: of so many drafts, None: of all.
+        """
         self._apply()
         rates, rate = [], prior if isinstance(prior, float) else 0.0
-        for i, (accepted, trials) in enumerate(zip(self._accepted, self._trials, strict=True)):
+        for i, (accepted, trials) in enumerate(zip(self._accepted[:n], self._trials[:n], strict=True)):
             rate = rate if isinstance(prior, float) else prior[i]
             rate = (accepted + weight * rate) / (trials + weight)
             rates.append(rate)

@@ -252,6 +252,7 @@ class Schedule:
             self.rounds.refresh(plan)
             self._drafted_at = {**self._drafted_at, **plan.lengths}
             self.stats.kv_bytes += policy.kv_bytes(plan)
+        ready = time.perf_counter()
         n_splits = splits_in_view(self.cache, self.rounds.in_view(plan.n_keys + gamma))
         self.stats.kv_bytes += len(self.slots) * self.cache.bytes_read(n_splits * SPLIT)
         watched = self.on_round is not None
@@ -262,6 +263,9 @@ class Schedule:
         seconds = time.perf_counter() - started - capturing - round_.watching
         if begun is None:
             self.stats.decode_seconds += seconds
+            if round_.timestamps:
+                begun_at, *_, verified = round_.timestamps
+                round_.host_seconds = begun_at - ready + time.perf_counter() - verified - round_.watching
         else:
             round_.host_seconds, round_.exposed_seconds = seconds, before
         return True
@@ -318,7 +322,7 @@ class Schedule:
             stats.verify_seconds += verified - drafted
             if round_.planned and events:
                 self.planner.record(gamma, keys_read, drafted - begun, verified - drafted, taken, arm=arm)
-                self.planner.record_host(gamma, time.perf_counter() - verified - round_.watching, arm=arm)
+                self.planner.record_host(gamma, round_.host_seconds + time.perf_counter() - started, arm=arm)
         if self.on_round:
             self.on_round(self._round_event(round_, events))
         return events
