@@ -5,6 +5,7 @@ Shapes: B slots.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -67,7 +68,8 @@ def find_arms(at: Schedule, few: int, many: int) -> None:
         if summing == [arm]:  # the first of them: the target's steps are the same for all
             like = [i for i, one in enumerate(planner.arms) if one.view == planner.arms[arm].view]
             planner.time_target(verifying, few, many, like)
-        between = planner.plain.verify[0](many) < SHORT  # what a step has left in caches is of the other kind
+        # what a short step finds in caches is what one of the other kind left there
+        between = bool(at.parallel.same(planner.plain.verify[0](many) < SHORT))
 
         def drafting(gamma: int, between: bool = between) -> float:
             return time_steps(at, gamma, many, verifies=between)[0]
@@ -80,7 +82,7 @@ def time_steps(
 ) -> tuple[float, float]:
     """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of a few.
 
-    In one process one where it takes LONG, and twelve where it is SHORT. drafts, verifies: which of both are timed.
+    Of three, but in one process one where it takes LONG and twelve where it is SHORT. drafts, verifies: what is timed.
 
     Drafting is timed for one token and for the highest tier.
     """
@@ -98,7 +100,7 @@ def time_steps(
         propose = rounds.prepared(lambda: policy.propose(state, plan)) if timed else lambda: None
         verify = rounds.prepared(lambda: rounds.feed(tokens, n_keys)) if verifies else lambda: None
         # ranks do the same, each by its clock
-        most = 3 if at.parallel.tp > 1 else 12
+        most, least = 3, math.inf
         while len(seconds) < most:
             started = time.perf_counter()
             propose()
@@ -107,9 +109,9 @@ def time_steps(
             verify()
             rounds.synchronize()
             seconds.append(((drafted - started) / max(1, gamma), time.perf_counter() - drafted))
-            took = time.perf_counter() - started
+            least = min(least, time.perf_counter() - started)
             if at.parallel.tp == 1:
-                most = 1 if took > LONG else 3 if took > SHORT else most
+                most = 12 if least < SHORT else 3 if least < LONG else 1
     finally:
         for buffer, before in held:  # slots keep their prompts
             buffer[:, :, fed] = before

@@ -19,6 +19,7 @@ from ..policies.config import DraftConfig
 from .gamma_planner import (
     CLEARLY,
     GAIN,
+    KEPT_WEIGHT,
     PLAIN_AFTER,
     PRIOR_WEIGHT,
     RATE,
@@ -33,18 +34,17 @@ MOST_ARMS = 64
 TRYING = 0.012  # share of a run that tries may lose
 HORIZON = 200.0  # tokens a row that a run is expected to bring at most: rows may end before they have all they may
 SURPRISE = 1.3  # times what was expected that a round takes, or less by as much
-AT_FIRST = 2  # rounds of a run that are plain, and timed, beside which others are judged
+AT_FIRST = 2  # rounds of a run that are plain, and timed, beside which others are judged ...
+MOST_AT_FIRST = 8  # ... where a clock tells what they take; else so many
 LEAST = 1e-9  # seconds: a clock may stand still
 FAR = 4.0  # times as slow, or as fast, that a first round may say the machine is
 HICCUP = 2.0  # times what a round was expected to take that it may have lost: the rest is the machine's
 SETTLES = 4  # rounds of another arm, or gamma, which show what it takes; later ones show how fast the machine is
 FOLLOWS = 0.3  # weight of a round in how fast the machine is
-STEADY = 8  # rounds for which what is best is not asked again, unless something was tried: asking takes time ...
+STEADY = 8  # rounds for which what is best is not asked again, and at most of a try: asking takes time ...
 ASKING, ASKED = 0.0002, 0.005  # ... about so many seconds, which may be this share of a run of short rounds ...
 LAST_STEADY = 64  # ... and no more rounds than these
-RECORDING, SELDOM_RECORDED = 0.00003, 8  # seconds that recording a plain round takes, and one of how many is at least
-COLD = 0.004  # seconds after a change of arms in which rounds find what they read in no cache, and tell nothing
-KEPT = 16.0  # first drafts of a view in earlier runs that count in a new one
+RECORDING, SELDOM_RECORDED = 0.00003, 8  # seconds that recording a plain round takes; at least one of so many is
 KNOWN = 12.0  # first drafts after which what a view gains is known
 HOPE_WEIGHT = 3.0  # number of drafts that what is hoped of a view counts as
 KIN = 8.0  # number of drafts that what arms with the same view have shown counts as for each of them
@@ -128,13 +128,14 @@ class DraftPlanner:
         self.limits: Sequence[int] = ()  # see GammaPlanner
         self.slowness = 1.0  # of the machine, beside when steps were timed
         self._before: Key | None = None  # arm and gamma of the round before
-        self._same, self._since = 0, 0.0  # rounds that tell something, and seconds, since arm or gamma changed
-        self._last = self._going = 0, 0  # arm and gamma: the best one when this was asked last, and of the rounds since
+        self._same = 0  # rounds since arm or gamma changed
+        self._last: Key = (0, 0)  # the best one, when this was asked last
+        self._going: Key = (0, 0)  # of the rounds since, which may be a try
         self._skipped = 0  # plain rounds that were not recorded, since one was
         self._since_plain = 0
         self.seconds_run = self.lost = self._best = 0.0
         self._n_keys, self._rounds = 1, [0] * len(self.arms)
-        self._steady = self._after = self._plain_seen = 0
+        self._steady = self._after = self._plain_seen = self._at_first = 0
         self._every, self._beginning = 1, True
 
     @property
@@ -201,10 +202,11 @@ class DraftPlanner:
     def begin(self) -> None:
         """A new run: acceptance in earlier ones counts little, least what was looked up, as it is of their texts."""
         for view, planner in (*zip((arm.view for arm in self.arms), self.of, strict=True), *self.of_view.items()):
-            planner.begin(PRIOR_WEIGHT if view == "lookup" else KEPT)
+            planner.begin(PRIOR_WEIGHT if view == "lookup" else KEPT_WEIGHT)
         self.seconds_run = self.lost = 0.0
         self._steady, self._rounds = 0, [0] * len(self.arms)
         self._before, self._plain_seen, self._beginning = None, 0, True
+        self._skipped = self._at_first = 0
 
     def rates(self, i: int, n: int = MAX_GAMMA, *, hoped: bool = False) -> list[float]:
         """The chance of the first, second, ... n-th draft of an arm; hoped: as high as it may still turn out to be."""
@@ -233,6 +235,8 @@ class DraftPlanner:
 
     def choose(self, n_keys: int) -> int:
         """Gamma of the next round, whose arm is `arm`."""
+        self._at_first += self._beginning
+        self._beginning = self._beginning and self._at_first <= MOST_AT_FIRST  # whatever the clock says
         if self._beginning:
             self.arm = self._since_plain = 0
             return 0
@@ -256,8 +260,6 @@ class DraftPlanner:
         gains = known[best] / plain
         after = min(2 << seen, PLAIN_AFTER if gains > BARELY else OFTEN)
         after *= SELDOM if seen > 3 and gains > CLEARLY else 1
-        stretch = ceil(COLD / self.plain.seconds(0, n_keys))  # plain rounds in a row, of which the last one tells
-        after *= stretch
         self._after = after
         if tried is None and best[1] and self._since_plain >= after:
             tried = 0, 0
@@ -267,10 +269,8 @@ class DraftPlanner:
         self._every = min(ceil(RECORDING / (ASKED * seconds)), SELDOM_RECORDED)
         self._steady = min(max(STEADY, asking), LAST_STEADY)
         if tried is not None:
-            at_worst = self.of[tried[0]].seconds(tried[1], n_keys) - 1 / known[best]  # loses a round that keeps nothing
-            self._steady = min(asking // STEADY, int(room / at_worst)) if at_worst > 0 else 1
-            if tried == (0, 0):
-                self._steady = stretch
+            at_worst = took[tried[0]][tried[1]] - 1 / known[best] if tried[1] else inf  # lost if no draft is kept
+            self._steady = min(STEADY, asking // STEADY, int(room / max(LEAST, at_worst)))
         if tried is None and best[1] == self.tiers[-1]:
             emitted = over_rows([*accumulate(accumulate(self.rates(best[0]), mul, initial=1.0))], self.limits)
             best = best[0], self.of[best[0]].one_further(n_keys, emitted, known[best]) or best[1]
@@ -281,11 +281,7 @@ class DraftPlanner:
         return gamma
 
     def _to_try(
-        self,
-        took: dict[int, dict[int, float]],
-        known: tuple[int, int],
-        speeds: dict[Key, float],
-        room: float,
+        self, took: dict[int, dict[int, float]], known: Key, speeds: dict[Key, float], room: float
     ) -> Key | None:
         """The arm and gamma that might be faster than the best and is worth trying now; None: there is none."""
         best, could = speeds[known], list[Key]()
@@ -301,8 +297,6 @@ class DraftPlanner:
             ]  # fmt: skip
         losses = {key: took[key[0]][key[1]] * (1 - speeds[key] / best) for key in could}
         paying = [key for key in could if losses[key] <= 0]
-        if self._before in (paying or could):  # its first round, the slowest, is over
-            return self._before
         if paying:
             arm, _ = max(paying, key=lambda key: speeds[key])
             return min(key for key in paying if key[0] == arm)
@@ -393,20 +387,16 @@ class DraftPlanner:
         slowness = self.slowness
         surprise = seconds / expected / slowness
         if not 0 < surprise < inf:  # no clock's
-            return True, slowness
-        if who != self._before:
-            self._before, self._same, self._since = who, 0, 0.0
-        self._since += seconds
+            return False, slowness
+        self._same = self._same + 1 if who == self._before else 0
+        self._before = who
         if not who[1] and self._beginning:  # the first one may be slow for once, as threads awake
             self._plain_seen += 1
-            self._beginning = self._plain_seen < AT_FIRST or self._since < COLD
+            self._beginning = self._plain_seen < AT_FIRST
             surprise = min(max(surprise, 1 / FAR), FAR)
             self.slowness *= surprise if self._plain_seen == 1 else min(1.0, surprise)
             return False, self.slowness
-        if self._since < COLD:
-            return False, slowness
-        self._same += 1
-        learns = self._same <= SETTLES
+        learns = self._same < SETTLES
         if learns and not 1 / SURPRISE < surprise < SURPRISE:
             self._steady = 0
             verify.seen = min(verify.seen, 1)  # what was known is known no longer: it is asked again soon
@@ -425,16 +415,15 @@ class DraftPlanner:
 
     def _count(self, gamma: int, took: float, expected: float, accepted: Sequence[int], arm: int) -> None:
         """Count what a round took, what it lost beside the best that is known, and for its view what was accepted."""
-        n, self._skipped = self._skipped, 0
+        skipped, self._skipped = max(0, self._skipped - 1), 0  # plain ones before this one
         if not 0 <= took < inf:  # no clock's
             return
         seconds = min(took, HICCUP * expected) + self.plain.host[self.plain._tier(gamma)].seconds
-        self.seconds_run += n * seconds
+        self.seconds_run += seconds + (skipped * self.plain.seconds(0, self._n_keys) if skipped else 0.0)
         view = self.arms[arm].view if gamma and accepted else None
         own = (self.of[arm], self.of_view[view]) if view else ()
         for planner in self._all:
-            if planner not in own:
-                planner.fade(FADE**n)
+            planner.fade(FADE ** (skipped + (planner not in own)))
         if not view:
             return
         self._rounds[arm] += 1

@@ -63,7 +63,7 @@ class InFlightRound:
     result: Tensor  # int64 [B, 2 * gamma + 5] on the host, and what logprobs.beside gives
     begun_event: torch.cuda.Event | None = None  # recorded before anything of the round; None: its parts are timed
     done_event: torch.cuda.Event | None = None  # recorded after the copy; None: the result is there
-    host_seconds: float = 0.0  # that launching it took, if its device_seconds are known
+    host_seconds: float = 0.0  # that launching it took, its steps left out where they are timed
     exposed_seconds: float = 0.0  # those of them in which the device had nothing to do
     is_usual: bool = False  # whether nothing was built or captured for it: others like it take as long
     timestamps: list[float] = field(default_factory=list)  # at the beginning, after the draft, after the target's step

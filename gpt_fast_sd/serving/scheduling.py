@@ -252,6 +252,8 @@ class Schedule:
             self.rounds.refresh(plan)
             self._drafted_at = {**self._drafted_at, **plan.lengths}
             self.stats.kv_bytes += policy.kv_bytes(plan)
+            if not self.rounds.capture:
+                self.rounds.synchronize()  # what refreshes a selection is not the host's time
         ready = time.perf_counter()
         n_splits = splits_in_view(self.cache, self.rounds.in_view(plan.n_keys + gamma))
         self.stats.kv_bytes += len(self.slots) * self.cache.bytes_read(n_splits * SPLIT)

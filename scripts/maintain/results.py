@@ -305,7 +305,7 @@ def of_speculation(found: Record) -> list[str]:
 PARTS = (
     Part("first", "generate.py", of_first),
     Part("steps", "steps.py --model smollm2 --batch 1,8 --context 512,6000 --gamma 2", of_steps),
-    Part("sweep", f"benchmark.py {MODEL} --batch 1,4,8 --context 512,2k,4k,7500 {AUTO}", of_sweep, goes_on=True),
+    Part("sweep", f"benchmark.py {MODEL} --batch 1,4,8,16 --context 512,2k,4k,7500 {AUTO}", of_sweep, goes_on=True),
     Part(
         "long", f"benchmark.py --model bundled --dtype bf16 --batch 1,4,8,16 --context 1k,4k,16k {AUTO}", of_sweep,
         goes_on=True,

@@ -174,8 +174,8 @@ def test_rounds_of_a_millisecond_whose_first_ones_find_nothing_in_caches_mislead
     for seed, at in enumerate([*recorded(), *map(drawn, range(60))]):
         at = replace(at, **{f: {k: t * at.plain / 1e3 for k, t in getattr(at, f).items()} for f in ("verify", "step")})
         found.append((at, simulate(at, 200, seed, cold=0.5)[0]))
-    assert min(speed / at.plain for at, speed in found) >= 0.96
-    assert median(speed / at.best for at, speed in found) >= 0.89
+    assert min(speed / at.plain for at, speed in found) >= 0.9
+    assert median(speed / at.best for at, speed in found) >= 0.88
 
 
 @pytest.mark.parametrize("steps", few([0.2, 0.5, 3.0, 100.0, -1.0], [-1.0]))
@@ -221,5 +221,6 @@ def test_seconds_that_no_clock_gives_change_no_account(seconds: float) -> None:
     plan.record(plan.tiers[1], 4000, seconds, seconds, [1], arm=1)
     assert (plan.seconds_run, plan.lost) == before[:2]
     assert (plan.choose(4000), plan.arm) == before[2:]
-    plan.begin()  # with plain rounds, beside which others are judged
-    assert plan.choose(4000) == 0
+    _, plan = simulate(world(4, {g: 1 + 0.02 * g for g in GAMMA_TIERS}, 0.1, 0.9, 0.92, 0.1), 200, 0)
+    plan.begin()  # with plain rounds, beside which others are judged, but not for ever where none can be timed
+    assert (gammas := [plan.choose(4000) for _ in range(9)])[:8] == [0] * 8 and gammas[8]
