@@ -288,7 +288,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def prepare(args: argparse.Namespace) -> tuple[Engine, socket.socket]:
     """An engine and where to listen; ValueError or OSError in one sentence, where possible before weights are read."""
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise ValueError(f'there is no {missing[0]} here: pip install "gpt_fast_sd[serve]"')
+        raise ValueError(f'there is no {missing[0]} here: pip install -e ".[serve]"')
     draft, model = draft_of(args), read_config(locate(args.model))
     config = config_of(EngineConfig, args, max_seq_len=room_of(args, model, ROOM))
     parallel = join(args, alone=PROGRAM)

@@ -4,8 +4,8 @@
     GPT_FAST_SD_CPU=avx2 python scripts/steps.py --model bundled --json steps.json
 
 Columns in milliseconds: all layers, of these products, attention, and what lies between them; the head's product and
-sampling are not among them. "least" is what the step would take at the rates that this machine showed when the program
-began, the head included. docs/cpu.md explains more. Exit code: 0; 2 where what was asked for makes no sense.
+sampling are not among them, nor in "least", what the layers would take at the rates that this machine showed when the
+program began. docs/cpu.md explains more. Exit code: 0; 2 where what was asked for makes no sense.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ def watch(engine: Engine, told: list[Spent]) -> list[Stack]:
 
 
 def least_seconds(runner: Runner, chip: Chip, batch: int, n_tokens: int, reads: int) -> float:
-    """What a step costs at the chip's rates: for weights and for keys the longer of reading and arithmetic."""
-    cost = step_cost(runner.model.config, batch, n_tokens, reads)
-    weights = sum(x.nbytes for x in (*runner.model.layers.parameters(), runner.model.output.weight))
+    """What a step's layers cost at the chip's rates: for weights and for keys the longer of reading and arithmetic."""
+    config = runner.model.config
+    cost, head = step_cost(config, batch, n_tokens, reads), 2 * config.vocab_size * config.dim * batch * n_tokens
+    weights = sum(x.nbytes for x in runner.model.layers.parameters())
     keys = batch * runner.cache.bytes_read(reads)
-    linear = max(weights / chip.bandwidth, cost.linear_flops / chip.peak)
+    linear = max(weights / chip.bandwidth, (cost.linear_flops - head) / chip.peak)
     return linear + max(keys / chip.bandwidth, cost.attention_flops / chip.peak)
 
 

@@ -55,7 +55,7 @@ def resolve_model(name: str | Path) -> Path:
         from huggingface_hub import errors
     except ImportError:
         raise CheckpointError(
-            f'no folder {folder}; to download it as a hub id, first run: pip install "gpt_fast_sd[hf]"'
+            f'no folder {folder}; to download it as a hub id, first run: pip install -e ".[hf]"'
         ) from None
     try:
         if asked[2]:

@@ -163,7 +163,7 @@ def _installed(library: str) -> bool:
 
 
 def _refuse_missing(path: Path, library: str) -> NoReturn:
-    raise CheckpointError(f'{path} needs the library {library}: pip install "gpt_fast_sd[hf]"') from None
+    raise CheckpointError(f'{path} needs the library {library}: pip install -e ".[hf]"') from None
 
 
 @dataclass(frozen=True, kw_only=True)

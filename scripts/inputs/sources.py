@@ -114,7 +114,7 @@ def _of_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise ValueError(f'{path} needs the library pyarrow: pip install "gpt_fast_sd[data]"') from None
+        raise ValueError(f'{path} needs the library pyarrow: pip install -e ".[data]"') from None
     if not path.is_file():
         raise FileNotFoundError(2, "there is no such file" if not path.exists() else "this is no file", str(path))
     try:
@@ -132,7 +132,7 @@ def _of_the_hub(source: str) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError:
-        raise ValueError(f'{source} needs the library datasets: pip install "gpt_fast_sd[data]"') from None
+        raise ValueError(f'{source} needs the library datasets: pip install -e ".[data]"') from None
     name, *rest = source.removeprefix(HUB).split(":")
     if not name or len(rest) > 2:
         raise ValueError(f"a dataset is hf:OWNER/NAME[:CONFIG][:SPLIT], got {source!r}")

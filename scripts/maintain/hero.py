@@ -42,7 +42,7 @@ def hero(points: Sequence[Record]) -> str:
         body += [f'<g transform="translate({i * WIDTH} 0)">', *lines, "</g>"] if len(drafts) > 1 else lines
     nl, width = "\n", WIDTH * len(drafts)
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" height="{HEIGHT}" role="img">
-<title>Speed over plain decoding by context, a line for each batch; {"; ".join(said)}</title>
+<title>Speed over plain decoding by context, a line for each batch, of the bundled test model on two CPU cores; {"; ".join(said)}</title>
 <style>
 text{{font:14px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#59636e}}.ink{{fill:#1f2328}}.b{{font-weight:600}}
 path{{stroke:#d1d9e0;fill:none}}.one{{stroke:#818b98;stroke-width:1.5}}.whisker{{stroke-width:1.5;opacity:.5}}polyline{{fill:none;stroke-width:2.5}}

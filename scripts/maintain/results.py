@@ -187,7 +187,7 @@ def of_steps(found: Record) -> list[str]:
         *(number(name, name, ".2f") for name in ("layers", "products", "attention", "between", "least")),
     )  # fmt: skip
     read = f"{found['read_gb_per_second']:.1f} GB/s, {found['gflops']:.0f} GFLOP/s"
-    said = f'Milliseconds of all layers; "least" at {read}, the head included.'
+    said = f'Milliseconds of all layers; "least" at {read}.'
     return [*table.markdown(found["steps"]), "", said]
 
 
@@ -398,9 +398,10 @@ def front(folder: Path, readme: str) -> str:
     text = (
         f"On two cores of {here['cpu']} the first command below writes at **{ours / plain:.2f}x** the speed of plain "
         "decoding. Over batches and contexts,\nsampled, `--draft auto` makes "
-        f"{ends['sweep']} with SmolLM2-135M and {ends['long']} with the bundled model (the plot);\n"
+        f"{ends['sweep']} with SmolLM2-135M (its file is quantized: drafts in few bits lose nothing)\nand {ends['long']} with the "
+        "bundled test model (the plot);\n"
         f"{equal} greedy rows equal plain decoding, token for token: [all figures]({place}/README.md). "
-        "Other CPUs\n[gain less or more](benchmarks/README.md)."
+        "Older CPUs\n[gain less](benchmarks/README.md)."
     )
     return between(readme, "measured", text)
 

@@ -22,7 +22,7 @@ def check_drawable(flag: str, file: Path | None = None) -> None:
     if file and file.suffix.lower() not in SUFFIXES:
         raise ValueError(f"cannot draw {file}: its name must end in .png, .pdf or .svg")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f'{flag} needs matplotlib: pip install "gpt_fast_sd[plot]"')
+        raise ValueError(f'{flag} needs matplotlib: pip install -e ".[plot]"')
 
 
 def color(i: int) -> str:

@@ -337,7 +337,7 @@ def test_a_signal_ends_the_program_when_all_have_their_answers(folder: Path) -> 
 
 def test_without_its_libraries_it_says_how_to_get_them(monkeypatch: Patch, refuses: Refuses) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert refuses(serve.main) == 'serve.py: there is no uvicorn here: pip install "gpt_fast_sd[serve]"'
+    assert refuses(serve.main) == 'serve.py: there is no uvicorn here: pip install -e ".[serve]"'
 
 
 def test_the_client_that_a_page_shows_is_answered(served: Running, capsys: Printed) -> None:
