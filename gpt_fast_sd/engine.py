@@ -18,6 +18,7 @@ from gpt_fast_sd.model import SPLIT, Tokenizer, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary
 
 from .acceptance import Override
+from .bodies import CORE
 from .config import EngineConfig, SamplingParams, require_kind
 from .fast.devices import traits_of
 from .loading import MemoryPlan, free_memory, plan_of, require_fit, target_of
@@ -45,8 +46,7 @@ class Engine:
     tokenizer turns texts into token ids, and back. Without one, prompts are token ids, and texts are empty.
     on_progress, if set, is called with the progress of anything that may take long: what ("compile": steps, "prefill":
     tokens of a prompt), how much is done, and of how much. The engine itself prints nothing.
-    on_round, if set, is called with each round once it is collected. Only then is it recorded what the draft read, and
-    the time that this takes does not count in decode_seconds.
+    on_round, if set, is called with each round collected; only then what drafts read is recorded, in nobody's seconds.
     """
 
     tokenizer: Tokenizer | None = kept_by("_intake", "tokenizer")
@@ -83,7 +83,7 @@ class Engine:
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
         self.state = BatchState.idle(
             self.cache.seq_len, self.cache.capacity + SPLIT, model.config.vocab_size, self._intake.eos_ids,
-            self.vocabulary, bodies=self.target.bodies,
+            self.vocabulary, bodies=replace(self.target.bodies, hidden=CORE.hidden, logits=CORE.logits),  # no weights
         )  # fmt: skip
         captures = cfg.cuda_graphs == "round" and traits_of(self.device).captures
         capture = GraphPool(self.device) if captures else None
@@ -120,9 +120,12 @@ class Engine:
         with self._access.alone():
             cfg, old = self.config, self.schedule.rounds
             plan = plan_of(self.model, draft_model, cfg, draft, self.parallel, self.cache.format)
-            plan.added_to(self._plan).check_added(free_memory(self.device, held=self._plan.total))
-            new = rounds_for(plan.system.draft, draft_model, self.target, self.state, old.capture, self.parallel, cfg)
-            old.forget()  # even if something else still refers to them
+            plan.added_to(self._plan).check_added(self.parallel.least(free_memory(self.device, held=self._plan.total)))
+            made = plan.system.draft, draft_model, self.target, self.state, old.capture, self.parallel, cfg
+            try:
+                new = rounds_for(*made)
+            finally:
+                old.forget()  # also where making it failed: weights may lie elsewhere by then
             new.keep_steps(old)
             self.draft, self._plan = draft, replace(plan, weights=self._plan.weights)
             self.schedule.use(new)
@@ -161,10 +164,7 @@ class Engine:
 
     @policy.setter
     def policy(self, policy: DraftPolicy | None) -> None:
-        """Set the draft policy; its steps are compiled and timed as those of the first one were.
-
-        ValueError if it is not a policy, or if it reads another engine's cache.
-        """
+        """Set one, which is compiled and timed anew; ValueError if it is no policy, or reads another engine's cache."""
         with self._access.alone():
             self.schedule.rounds.set_policy(policy)
             self.schedule.use(self.schedule.rounds)
@@ -197,7 +197,7 @@ class Engine:
         """
         self._access.require_open()
         requests = self._intake.all(prompts, params)
-        for _ in sheltered(self._run(Waiting(requests), speculate)):
+        for _ in sheltered(self._run(Waiting(requests), speculate), self._access):
             pass
         return [request.completion() for request in requests]
 
@@ -216,7 +216,7 @@ class Engine:
         Prompts are prefilled by chunks; rows being decoded wait for one at most. Leaving a stream frees its slots.
         """
         self._access.require_open()
-        return sheltered(self._run(self._intake.queue(prompts, params), speculate))
+        return sheltered(self._run(self._intake.queue(prompts, params), speculate), self._access)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Submission:
         """Decode a prompt beside those of other threads, in a thread of the engine's own; ValueError before any work.

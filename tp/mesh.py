@@ -144,10 +144,15 @@ class Parallel:
 
     def everywhere(self, holds: bool) -> bool:
         """Whether it holds on each of the replica's ranks."""
-        least = torch.tensor([int(holds)])
-        if self.host is not None:
-            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.host)
-        return bool(least)
+        return bool(self.least(int(holds)))
+
+    def least(self, number: int | None) -> int | None:
+        """The least number of the replica's ranks, on each of them; None if it is unknown, as it then is on all."""
+        if self.host is None or number is None:
+            return number
+        least = torch.tensor([number])
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.host)
+        return int(least)
 
     def meet(self) -> None:
         """Wait until every rank of every replica is here: on the host, so no device group is needed."""

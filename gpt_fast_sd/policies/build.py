@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.tp import Group
 
-from ..quantization.quantize import put_in_planes
+from ..quantization.quantize import put_in_planes, require_planes
 from ..steps import Runner
 from . import registry
 from .config import DraftConfig
@@ -25,6 +25,8 @@ def build_policy(
         return None
     found = registry.policy_class(config.policy)
     config = config.within(target.cache.capacity)
+    if config.needs_planes:
+        require_planes(target)
     if config.quantize == "planes":
         put_in_planes(target)
     policy: DraftPolicy = found.build(config, target, draft_model, draft_group or target.group)

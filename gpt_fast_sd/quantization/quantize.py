@@ -81,6 +81,15 @@ def keep_float8(model: Transformer, name: str, numbers: Tensor, scales: Tensor) 
     model.set_submodule(place, float8_from(linear, numbers, scales))
 
 
+def require_planes(runner: Runner) -> None:
+    """ValueError unless the cache lies in planes."""
+    if not runner.cache.format.planes:
+        raise ValueError(
+            "this engine's cache does not lie in planes, of which kv_bits 4 reads one: build an engine with "
+            "kv_dtype 'int8' and such a draft"
+        )
+
+
 def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1, on_planes: bool = False) -> Runner:
     """What drafts in place of a model, over the same cache: a copy of it with weights of this precision; None: itself.
 
@@ -89,11 +98,7 @@ def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1, on_plan
     planes.
     """
     if on_planes:
-        if not runner.cache.format.planes:
-            raise ValueError(
-                "this engine's cache does not lie in planes, of which kv_bits 4 reads one: build an engine with "
-                "kv_dtype 'int8' and such a draft"
-            )
+        require_planes(runner)
         runner = replace(runner, cache=runner.cache.with_tail(TAIL))
     if name is None:
         return runner

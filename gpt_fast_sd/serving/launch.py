@@ -122,6 +122,7 @@ class Rounds(Round):
         self._warm: set[tuple[object, ...]] = set()
         self._pinned: list[Tensor] = []  # pinned host buffers, one per round in flight
         self._launched = 0
+        self._stream: Any = None  # of the device, on which the last round was launched
 
     @property
     def results_behind(self) -> int:
@@ -228,6 +229,10 @@ class Rounds(Round):
         """
         if not (self.capture and traits_of(self.target.device).captures):
             return None
+        stream = torch.cuda.current_stream(self.target.device)
+        if self._stream not in (None, stream):
+            stream.wait_stream(self._stream)  # on which the round before may still run
+        self._stream = stream
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return Begun(event, self.capture_seconds)

@@ -18,6 +18,7 @@ from .cuda_graphs import OUT_OF_MEMORY, GraphPool, is_of_capturing
 from .scheduling import Schedule
 
 Event = TypeVar("Event")
+PATIENCE = 60.0  # seconds that closing waits for another thread's step, which may be compiling
 BUSY = "the engine is still streaming, or at work in another thread: exhaust or close that stream first"
 
 
@@ -28,6 +29,7 @@ class Access:
         self.device, self._process = device, os.getpid()
         self._worker = self._process  # which process works, if one does
         self._working = threading.Lock()  # held by a call that decodes; threads may begin at once
+        self.stepping = threading.RLock()  # held by a call between two events of a stream
         self.closed = False
         self.failure: str | None = None  # the error of the device
 
@@ -93,11 +95,20 @@ class Access:
                         raise RuntimeError(self._broken) from error
 
     def close(self, schedule: Schedule, end_others: Callable[[], None]) -> None:
-        """End work in progress and free captured rounds, once. end_others: what other threads have at work."""
+        """End work in progress and free captured rounds, once. end_others: what other threads have at work.
+
+        A thread that decodes ends before its next round; one that waits for prompts is not waited for.
+        """
         if self.closed:
             return
         end_others()
         self.closed = True
+        with contextlib.ExitStack() as stack:
+            if self.stepping.acquire(timeout=PATIENCE):
+                stack.callback(self.stepping.release)
+            self._free(schedule)
+
+    def _free(self, schedule: Schedule) -> None:
         try:
             if not self.failure:
                 schedule.rounds.synchronize()
@@ -153,17 +164,18 @@ def _replace_modes(modes: list[Any]) -> None:
         overrides._push_mode(mode)
 
 
-def sheltered(events: Generator[Event, None, None]) -> Iterator[Event]:
+def sheltered(events: Generator[Event, None, None], access: Access) -> Iterator[Event]:
     """Run a generator under own settings; the caller's are restored whenever it has an event."""
     try:
         while True:
-            with own_settings():
+            with access.stepping, own_settings():
                 event = next(events, None)
             if event is None:
                 return
             yield event
     finally:
-        events.close()
+        with access.stepping:
+            events.close()
 
 
 def kept_by(part: str, name: str) -> Any:

@@ -223,12 +223,8 @@ class Intake:
         """is_alone: whether one process holds the model."""
         self.is_alone = is_alone
         self.tokenizer, self.vocab_size, self.max_seq_len = tokenizer, model.vocab_size, max_seq_len
-        self._model_eos_ids = model.eos_ids
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text: the model's or, if it names none, the tokenizer's."""
-        return self._model_eos_ids or (self.tokenizer.eos_ids if self.tokenizer else ())
+        # the tokens that end a text: the model's or, if it names none, the tokenizer's; the device has them, too
+        self.eos_ids = model.eos_ids or (tokenizer.eos_ids if tokenizer else ())
 
     def all(self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
         """A request per prompt, params one for all or one each; ValueError for the first that cannot run."""

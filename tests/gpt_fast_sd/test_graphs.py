@@ -263,6 +263,16 @@ def test_what_a_round_reads_on_the_host_asks_for_another_graph(name: str, cuda: 
     assert len(cuda.captures) > before
 
 
+@ONE_RULE
+def test_a_round_on_another_stream_waits_for_the_one_before(cuda: Cuda, steady: Engine) -> None:
+    stream, side = steady.stream(PROMPTS, GREEDY), cuda.stream_of_pool()
+    for on in (cuda.current, side, side, cuda.current):
+        with torch.cuda.stream(on):
+            [next(stream) for _ in PROMPTS]
+    assert cuda.waits == [(side.cuda_stream, 0), (0, side.cuda_stream)]
+    stream.close()  # type: ignore[attr-defined]
+
+
 # ---- the end, and faults ---------------------------------------------------------------------------------------------
 
 CLOSED = "the engine is closed: build a new one"

@@ -6,7 +6,9 @@ GPU's own is replaced: that it is asked for, the layout of packed int4 and the p
 
 import copy
 import dataclasses
+import gc
 import importlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -559,6 +561,20 @@ def test_drafts_from_planes_change_no_token_though_a_row_is_kept_whole(name: str
         weight = before["layers.0.feed_forward.w_out.weight"].clone()
         weight[:2, 0] = 2.0**-60
         model.load_state_dict(before | {"layers.0.feed_forward.w_out.weight": weight})
+
+
+def test_weights_in_planes_are_held_once_and_lie_nowhere_else_where_that_is_refused() -> None:
+    one, half = (
+        tiny_engine(model=packable(), compile=True),
+        draft_of("streaming", gamma=3, quantize="planes", kv_bits=4),
+    )
+    expected, before = spoken(one), [weakref.ref(m.weight.untyped_storage()) for m in linears_of(one.model.layers)]
+    with pytest.raises(ValueError, match="this engine's cache does not lie in planes"):
+        one.redraft(half)
+    assert before and all(ref() is not None for ref in before) and spoken(one) == expected
+    one.redraft(replace(half, kv_bits=None))
+    gc.collect()
+    assert not any(ref() for ref in before) and spoken(one) == expected
 
 
 def test_packed_weights_of_a_kind_lie_in_planes_in_all_layers_or_in_none() -> None:

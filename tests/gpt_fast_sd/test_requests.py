@@ -5,6 +5,7 @@ A round commits several tokens; it may end among them.
 
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from gpt_fast_sd.loading.load import BUNDLED
 from gpt_fast_sd.model import StreamDecoder, load_tokenizer, read_config
 from gpt_fast_sd.serving.requests import Decoder, Intake, Request, TokenEvent
 from gpt_fast_sd.serving.stats import CompletionStats, EngineStats
-from tests.helpers import EOS, ByteTokenizer
+from tests.helpers import EOS, ByteTokenizer, tiny_config
 
 
 class Pieces:
@@ -121,6 +122,12 @@ def test_a_stop_string_that_is_a_special_token_means_it(stop: str | list[str], n
     one = Intake(config, tokenizer, 99).one(0, [1], SamplingParams(stop=stop, ignore_eos=True, max_tokens=90))
     feed(one, [token for special in (1, 2, 0) for token in (*tokenizer.encode("four", bos=False), special)])
     assert (one.text, one.finish_reason, one.tokens[-1]) == (" ".join(["four"] * n), "stop", last)
+
+
+def test_what_ends_a_text_is_what_the_device_was_told_at_first() -> None:
+    one = Intake(tiny_config(eos_ids=()), SimpleNamespace(eos_ids=(5,)), 999)  # type: ignore[arg-type]
+    one.tokenizer = None  # once such a row went on for ever, as the device had ended it
+    assert one.one(0, [1], SamplingParams()).eos_ids == {5}
 
 
 def test_an_event_names_the_drafts_that_were_refused_before_the_texts_end() -> None:

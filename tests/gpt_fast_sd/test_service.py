@@ -105,6 +105,25 @@ def test_closing_ends_what_threads_have_at_work() -> None:
     assert [each and each.finish_reason for each in ended] == ["cancelled"] * 3 and not one._service._at_work
 
 
+def test_closing_from_another_thread_waits_for_the_round_under_way(monkeypatch: Patch) -> None:
+    one, begun, under_way = an_engine(), threading.Event(), threading.Lock()
+
+    def slow(_: object) -> None:
+        with under_way:
+            begun.set()
+            time.sleep(0.05)
+
+    one.on_round, forget = slow, one.schedule.rounds.forget
+    monkeypatch.setattr(one.schedule.rounds, "forget", lambda: found.append(under_way.locked()) or forget())  # type: ignore[func-returns-value]
+    with ThreadPoolExecutor(1) as pool:
+        found, generating = list[bool](), pool.submit(one.generate, [PROMPTS[0]], LONG)
+        begun.wait()
+        one.close()
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            generating.result()
+    assert found == [False]
+
+
 def test_what_is_submitted_while_another_call_is_at_work_is_decoded_after_it() -> None:
     one = an_engine()
     stream = one.stream([PROMPTS[0]], PARAMS[0])

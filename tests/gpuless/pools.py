@@ -73,6 +73,7 @@ class Cuda:
         self.captures: list[dict[str, Any]] = []  # stream, pool and mode of each, and what a capture should not meet
         self.landing: list[tuple[Tensor, Tensor]] = []  # copies on their way to the host
         self.events: list[str] = []
+        self.waits: list[tuple[int, int]] = []  # a stream for another
         self.slow = 0.0  # seconds that a capture takes, by the clock
         self.work = 0.0  # seconds that the device takes for each replay, while the host goes on
         self.free_at = 0.0  # when the device will have finished what it was given
@@ -164,6 +165,9 @@ class Stream:
 
     def __hash__(self) -> int:
         return self.cuda_stream
+
+    def wait_stream(self, other: Stream) -> None:
+        self.cuda.waits.append((self.cuda_stream, other.cuda_stream))
 
     def record_event(self) -> Event:
         event = Event(self.cuda)

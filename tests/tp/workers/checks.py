@@ -182,6 +182,8 @@ def every_rank_is_given_what_the_first_rank_of_its_group_has(parallel: Parallel,
     first = parallel.dp_rank * parallel.tp
     assert parallel.same(2**62 + parallel.rank) == 2**62 + first
     assert broadcast(torch.tensor([parallel.rank]), parallel.group.mesh).tolist() == [first]
+    assert parallel.least(7 - parallel.rank % parallel.tp) == 8 - parallel.tp and parallel.least(None) is None
+    assert parallel.everywhere(parallel.rank != first) is False
 
 
 @check(MODEL)
