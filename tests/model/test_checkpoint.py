@@ -436,7 +436,7 @@ def test_a_local_folder_is_found_before_the_hub_or_what_is_missing_is_said(tmp_p
         with pytest.raises(CheckpointError, match=r"no folder .* is not a hub id of the form owner/name or own"):
             models.resolve_model(name)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r'no folder owner/name; .* pip install "gpt_fast_sd\[hf\]"'):
+    with pytest.raises(CheckpointError, match=r'no folder owner/name; .* pip install -e "\.\[hf\]"'):
         models.resolve_model("owner/name")
     save(tmp_path / "owner" / "name")
     assert models.resolve_model("owner/name") == Path("owner/name")
