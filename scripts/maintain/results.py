@@ -396,8 +396,8 @@ def front(folder: Path, readme: str) -> str:
     equal = f"**{n_equal} of {n_rows}**"
     ends = {name: f"{min(ratios):.2f}x to {max(ratios):.2f}x" for name, ratios in made.items()}
     text = (
-        f"On two cores of {here['cpu']} the first command below writes at **{ours / plain:.2f}x** the speed of plain "
-        "decoding. Over batches and contexts,\nsampled, `--draft auto` makes "
+        f"On two cores of {here['cpu']} the first command below wrote at **{ours / plain:.2f}x** the speed of plain "
+        "decoding (calls differ). Over batches and contexts,\nsampled, `--draft auto` makes "
         f"{ends['sweep']} with SmolLM2-135M (its file is quantized: drafts in few bits lose nothing)\n"
         f"and {ends['long']} with the bundled test model (the plot);\n"
         f"{equal} greedy rows equal plain decoding, token for token: [all figures]({place}/README.md). "
