@@ -580,7 +580,7 @@ def test_tokenizer_json_comes_before_sentencepiece(tmp_path: Path, proto: bytes,
 def test_a_missing_library_is_named_with_its_extra(library: str, tmp_path: Path, bpe: Any, monkeypatch: Patch) -> None:
     folder = write_library(tmp_path, bpe) if library == "tokenizers" else tiktoken_file(tmp_path, bpe)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(CheckpointError, match=rf'needs the library {library}: pip install "gpt_fast_sd\[hf\]"'):
+    with pytest.raises(CheckpointError, match=rf'needs the library {library}: pip install -e "\.\[hf\]"'):
         load_tokenizer(folder, CONFIG)
 
 
