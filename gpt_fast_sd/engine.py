@@ -46,7 +46,7 @@ class Engine:
     tokenizer turns texts into token ids, and back. Without one, prompts are token ids, and texts are empty.
     on_progress, if set, is called with the progress of anything that may take long: what ("compile": steps, "prefill":
     tokens of a prompt), how much is done, and of how much. The engine itself prints nothing.
-    on_round, if set, is called with each collected round; what drafts read is recorded only then, outside decode_seconds.
+    on_round, if set, is called with each collected round; only then what drafts read is recorded, apart from all times.
     """
 
     tokenizer: Tokenizer | None = kept_by("_intake", "tokenizer")
