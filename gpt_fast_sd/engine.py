@@ -43,7 +43,7 @@ class Engine:
 
     The last prompt token is not prefilled but decoded, so every emitted token comes from the same compiled step.
 
-    tokenizer turns texts into token ids, and back. Without one, prompts are token ids, and texts are empty.
+    tokenizer turns texts into token ids, and back; None: prompts are ids, texts empty. Its EOS is asked for once.
     on_progress, if set, is called with the progress of anything that may take long: what ("compile": steps, "prefill":
     tokens of a prompt), how much is done, and of how much. The engine itself prints nothing.
     on_round, if set, is called with each collected round; only then what drafts read is recorded, apart from all times.
@@ -125,7 +125,7 @@ class Engine:
             try:
                 new = rounds_for(*made)
             finally:
-                old.forget()  # also where making it failed: weights may lie elsewhere by then
+                old.forget(for_good=True)  # also where making it failed: weights may lie elsewhere by then
             new.keep_steps(old)
             self.draft, self._plan = draft, replace(plan, weights=self._plan.weights)
             self.schedule.use(new)
@@ -197,7 +197,7 @@ class Engine:
         """
         self._access.require_open()
         requests = self._intake.all(prompts, params)
-        for _ in sheltered(self._run(Waiting(requests), speculate), self._access):
+        for _ in sheltered(self._run(Waiting(requests), speculate)):
             pass
         return [request.completion() for request in requests]
 
@@ -216,7 +216,7 @@ class Engine:
         Prompts are prefilled by chunks; rows being decoded wait for one at most. Leaving a stream frees its slots.
         """
         self._access.require_open()
-        return sheltered(self._run(self._intake.queue(prompts, params), speculate), self._access)
+        return sheltered(self._run(self._intake.queue(prompts, params), speculate))
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Submission:
         """Decode a prompt beside those of other threads, in a thread of the engine's own; ValueError before any work.
@@ -265,7 +265,7 @@ class Engine:
         with self._access.at_work(self.schedule):
             compile_seconds = self._warm_up([request.params for request in waiting.known])
             self.schedule.stats = EngineStats(compile_seconds=compile_seconds)
-            yield from self.schedule.run(waiting, speculate, self._access.require_open)
+            yield from self._access.events(self.schedule, waiting, speculate)
 
     def _warm_up(self, params: Sequence[SamplingParams] = ()) -> float:
         """Seconds that compiling all steps took; what such requests need and is not compiled yet, this compiles."""

@@ -62,7 +62,6 @@ class AutoDraft(DraftPolicy):
     ) -> AutoDraft:
         """Build a draft whose arms are those of the configuration, none of which is made yet."""
         arms = config.arms if isinstance(config, AutoConfig) else AutoConfig.of(config, [config.quantize]).arms
-        drafter(target, None, on_planes=config.needs_planes)  # refused now, not when it is made
         if config.draft_model is not None:
             if draft_model is None:
                 raise ValueError("draft_model names one, and none was given: use Engine.from_pretrained")

@@ -63,7 +63,7 @@ class InFlightRound:
     result: Tensor  # int64 [B, 2 * gamma + 5] on the host, and what logprobs.beside gives
     begun_event: torch.cuda.Event | None = None  # recorded before anything of the round; None: its parts are timed
     done_event: torch.cuda.Event | None = None  # recorded after the copy; None: the result is there
-    host_seconds: float = 0.0  # that launching it took, its steps left out where they are timed
+    host_seconds: float = 0.0  # that launching it took; where its steps are timed: without them, and from the draft on
     exposed_seconds: float = 0.0  # those of them in which the device had nothing to do
     is_usual: bool = False  # whether nothing was built or captured for it: others like it take as long
     timestamps: list[float] = field(default_factory=list)  # at the beginning, after the draft, after the target's step
@@ -376,8 +376,13 @@ class Rounds(Round):
             warnings.warn(said, stacklevel=2)
         return None
 
-    def forget(self) -> None:
-        """Free all captured rounds, none of which may be running: they are captured again when they are needed."""
+    def forget(self, *, for_good: bool = False) -> None:
+        """Free all captured rounds, none of which may be running: they are captured again when they are needed.
+
+        for_good: not before all that they run has run once more, as some of it may be of another kind by then.
+        """
+        if for_good:
+            self._warm.clear()
         self._captured.clear()
         self._steps_held = 0
         if isinstance(self.capture, GraphPool):
@@ -415,6 +420,7 @@ class Rounds(Round):
 
     def synchronize(self) -> None:
         """Wait until the device has finished all its work."""
+        self._stream = None
         if traits_of(self.target.device).captures:
             self.wait(torch.cuda.current_stream(self.target.device).record_event())
             torch.cuda.synchronize(self.target.device)

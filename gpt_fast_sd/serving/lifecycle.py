@@ -15,10 +15,11 @@ from torch.utils._device import DeviceContext
 
 from ..fast.devices import require_current
 from .cuda_graphs import OUT_OF_MEMORY, GraphPool, is_of_capturing
+from .requests import TokenEvent, Waiting
 from .scheduling import Schedule
 
 Event = TypeVar("Event")
-PATIENCE = 60.0  # seconds that closing waits for another thread's step, which may be compiling
+PATIENCE = 60.0  # seconds that closing waits for another thread, which may be compiling
 BUSY = "the engine is still streaming, or at work in another thread: exhaust or close that stream first"
 
 
@@ -29,8 +30,8 @@ class Access:
         self.device, self._process = device, os.getpid()
         self._worker = self._process  # which process works, if one does
         self._working = threading.Lock()  # held by a call that decodes; threads may begin at once
-        self.stepping = threading.RLock()  # held by a call between two events of a stream
-        self.closed = False
+        self._inside = threading.RLock()  # held by that call, except while its consumer or its prompts' source runs
+        self.closed = self._freed = False
         self.failure: str | None = None  # the error of the device
 
     @property
@@ -63,10 +64,28 @@ class Access:
             raise RuntimeError(BUSY)
         self._worker = os.getpid()
         try:
-            self.require_open()  # another thread may have closed it meanwhile
-            yield
+            with self._inside:
+                self.require_open()  # another thread may have closed it meanwhile
+                yield
         finally:
             self._working.release()
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """The call at work lets others' code run, in which it is not waited for."""
+        self._inside.release()
+        try:
+            yield
+        finally:
+            self._inside.acquire()
+
+    def events(self, schedule: Schedule, waiting: Waiting, speculate: bool) -> Iterator[TokenEvent]:
+        """Run the schedule within a call at work."""
+        waiting.around = self.outside
+        with contextlib.closing(schedule.run(waiting, speculate, self.require_open)) as events:
+            for event in events:
+                with self.outside():
+                    yield event
 
     @contextlib.contextmanager
     def at_work(self, schedule: Schedule) -> Iterator[None]:
@@ -99,16 +118,20 @@ class Access:
 
         A thread that decodes ends before its next round; one that waits for prompts is not waited for.
         """
-        if self.closed:
+        if self._freed:
             return
         end_others()
         self.closed = True
-        with contextlib.ExitStack() as stack:
-            if self.stepping.acquire(timeout=PATIENCE):
-                stack.callback(self.stepping.release)
-            self._free(schedule)
+        waited = os.getpid() == self._process and self._inside.acquire(timeout=PATIENCE)
+        try:
+            if not self._freed:
+                self._free(schedule)
+        finally:
+            if waited:
+                self._inside.release()
 
     def _free(self, schedule: Schedule) -> None:
+        self._freed = True
         try:
             if not self.failure:
                 schedule.rounds.synchronize()
@@ -164,18 +187,17 @@ def _replace_modes(modes: list[Any]) -> None:
         overrides._push_mode(mode)
 
 
-def sheltered(events: Generator[Event, None, None], access: Access) -> Iterator[Event]:
+def sheltered(events: Generator[Event, None, None]) -> Iterator[Event]:
     """Run a generator under own settings; the caller's are restored whenever it has an event."""
     try:
         while True:
-            with access.stepping, own_settings():
+            with own_settings():
                 event = next(events, None)
             if event is None:
                 return
             yield event
     finally:
-        with access.stepping:
-            events.close()
+        events.close()
 
 
 def kept_by(part: str, name: str) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -369,11 +370,13 @@ class Waiting:
         self.known = requests if isinstance(requests, Sequence) else ()  # before they are taken
         self.over = False
         self._rest = iter(requests)
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # the engine waits in it
 
     def take(self) -> Request | None:
         """The next one; None if there is none now, or no more."""
         try:
-            return next(self._rest)
+            with self.around():
+                return next(self._rest)
         except StopIteration:
             self.over = True
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
@@ -96,7 +96,9 @@ class Schedule:
             self.policy.use(arm)
         return self.rounds
 
-    def run(self, waiting: Waiting, speculate: bool, require_open: Callable[[], None]) -> Iterator[TokenEvent]:
+    def run(
+        self, waiting: Waiting, speculate: bool, require_open: Callable[[], None]
+    ) -> Generator[TokenEvent, None, None]:
         """Keep the slots filled from the queue, and run rounds until every request is finished.
 
         require_open raises if the consumer of the events has meanwhile closed the engine.

@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,23 +106,46 @@ def test_closing_ends_what_threads_have_at_work() -> None:
     assert [each and each.finish_reason for each in ended] == ["cancelled"] * 3 and not one._service._at_work
 
 
-def test_closing_from_another_thread_waits_for_the_round_under_way(monkeypatch: Patch) -> None:
-    one, begun, under_way = an_engine(), threading.Event(), threading.Lock()
+def test_closing_from_another_thread_waits_for_the_round_under_way_and_other_calls_do_not(monkeypatch: Patch) -> None:
+    one, begun, refused, under_way = an_engine(), threading.Event(), threading.Event(), threading.Lock()
 
     def slow(_: object) -> None:
         with under_way:
             begun.set()
-            time.sleep(0.05)
+            assert refused.wait(60)
 
     one.on_round, forget = slow, one.schedule.rounds.forget
     monkeypatch.setattr(one.schedule.rounds, "forget", lambda: found.append(under_way.locked()) or forget())  # type: ignore[func-returns-value]
     with ThreadPoolExecutor(1) as pool:
         found, generating = list[bool](), pool.submit(one.generate, [PROMPTS[0]], LONG)
-        begun.wait()
+        assert begun.wait(60)
+        for call in (partial(one.generate, [PROMPTS[1]]), partial(one.logits, PROMPTS[1])):
+            with pytest.raises(RuntimeError, match="still streaming"):
+                call()  # type: ignore[operator]
+        threading.Timer(0.05, refused.set).start()
         one.close()
         with pytest.raises(RuntimeError, match="the engine is closed"):
             generating.result()
     assert found == [False]
+
+
+def test_closing_does_not_wait_for_a_thread_that_waits_for_prompts() -> None:
+    one, begun, go = an_engine(), threading.Event(), threading.Event()
+
+    def prompts() -> Any:
+        yield PROMPTS[0]
+        begun.set()
+        assert go.wait(60)
+        yield PROMPTS[1]
+
+    with ThreadPoolExecutor(1) as pool:
+        streaming = pool.submit(lambda: list(one.stream(prompts(), PARAMS[0])))
+        assert begun.wait(60)
+        one.close()
+        assert not go.is_set() and not streaming.done()
+        go.set()
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            streaming.result()
 
 
 def test_what_is_submitted_while_another_call_is_at_work_is_decoded_after_it() -> None:
