@@ -18,7 +18,8 @@ constexpr int WIDENED = 192; // inputs whose weights are widened at a time, and 
 constexpr int64_t ROWS = 48; // that are multiplied with all weights before the next, and stay in L2
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12; // vectors of sums that fit the registers
 constexpr int AHEAD = 8192; // bytes, for prefetches
-constexpr int OF_FOUR = HAS_DOT4 ? 1 : 2; // words that hold four integer inputs
+constexpr int OF_FOUR = HAS_DOT4 || HAS_BYTES ? 1 : 2; // words that hold four integer inputs
+constexpr int32_t ONES = 0x00010001; // dot2 with them adds both int16 of a lane
 
 static inline F silu(F x) { // NaN and the infinities as they are elsewhere
     const F root = exp2_clamped(x * -.72134752f);
@@ -76,12 +77,12 @@ struct Product {
                 const int32_t n = finite ? (int32_t)((scaled + magic) - magic) : 0, upper = (n + 64) >> 7;
                 part[0][j] = upper, part[1][j] = n - 128 * upper, total += n;
             }
-            for (int k = 0; k < 2 && HAS_DOT4; k++) {
+            for (int k = 0; k < 2 && OF_FOUR == 1; k++) {
                 uint32_t word = 0;
                 for (int j = 0; j < 4; j++) word |= (uint32_t)(part[k][j] & 0xff) << 8 * j;
                 to[k * plane() + i / 4] = (int32_t)word;
             }
-            for (int k = 0; k < 2 && !HAS_DOT4; k++) {
+            for (int k = 0; k < 2 && OF_FOUR == 2; k++) {
                 to[k * plane() + i / 2] = (part[k][0] & 0xffff) | (int32_t)((uint32_t)part[k][2] << 16);
                 to[k * plane() + i / 2 + 1] = (part[k][1] & 0xffff) | (int32_t)((uint32_t)part[k][3] << 16);
             }
@@ -111,33 +112,30 @@ struct Product {
 // The words of a half of a block's outputs: for each line, 64 bytes of inputs, a block has 16 words of each half.
 static inline const char* words(const char* w, int64_t line, int half) { return w + (2 * line + half) * WORDS * LINE; }
 
-// Prefetch what both halves need soon into L2, in the order of addresses. Loads jump from one half's line to the next,
-// where no hardware prefetcher sees a stream.
-static inline void prefetch(const char* w, int64_t line, int word) {
-    const char* soon = words(w, line, 0) + 2 * word * LINE + AHEAD;
-    __builtin_prefetch(soon, 0, 2), __builtin_prefetch(soon + LINE, 0, 2);
+// Prefetch into L2 what both halves need at one word of a block, in the order of addresses: loads jump from one half's
+// line to the next, where no hardware prefetcher sees a stream.
+static inline void prefetch(const char* soon, int64_t line, int word) {
+    const char* at = words(soon, line, 0) + 2 * word * LINE;
+    __builtin_prefetch(at, 0, 2), __builtin_prefetch(at + LINE, 0, 2);
 }
 
-// One of n passes over a block's weights. Where there are few they are prefetched as they are read; else each pass
-// prefetches a part of the next block's, as the first would wait for memory, and the others leave it idle.
-struct Pass {
-    int64_t number, n;
-    const char* next; // null: there is none
-};
+// What pass `number` over a block's weights prefetches. The first one waits for memory, which the others would leave
+// idle, so the second one has the whole next block brought.
+static inline const char* soon(const char* w, const char* following, int64_t number) {
+    return number == 0 ? w + AHEAD : number == 1 ? following : nullptr;
+}
 
 // Multiply N rows with the outputs of C vectors of bf16 weights as they lie, from vector `from` of the block on.
 // sums [N, 32]
-template <int N, int C>
-static __attribute__((noinline)) void multiply_packed(const Product& p, const char* w, int from, Pass pass, int64_t m,
-                                                      float* sums) {
+template <int N, int C, bool FETCHES>
+static __attribute__((noinline)) void multiply_packed(const Product& p, const char* w, int from, const char* soon,
+                                                      int64_t m, float* sums) {
     F sum[N][C] = {};
     const int64_t row = p.I;
     const float* x = p.wide + m * row;
     for (int64_t line = 0; line < row / 32; line++) {
-        for (int64_t i = pass.number; i < 2 * WORDS && pass.next; i += pass.n)
-            __builtin_prefetch(pass.next + (line * 2 * WORDS + i) * LINE, 0, 2);
         for (int word = 0; word < WORDS; word++, x += 2) {
-            if (pass.number == 0 && !pass.next) prefetch(w, line, word);
+            if (FETCHES) prefetch(soon, line, word);
             auto two = [&](int v) {
                 return load<I>(words(w, line, (from + v) / V) + word * LINE + (from + v) % V * 4 * LANES);
             };
@@ -172,6 +170,12 @@ static __attribute__((noinline)) void multiply_packed(const Product& p, const ch
     for (int r = 0; r < N; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < C; v++) store(sums + r * 2 * HALF + (from + v) * LANES, sum[r][v]);
+}
+
+// The same in a pass that prefetches what comes soon, if anything.
+template <int N, int C>
+static void pass_over(const Product& p, const char* w, int from, const char* soon, int64_t m, float* sums) {
+    (soon ? multiply_packed<N, C, true> : multiply_packed<N, C, false>)(p, w, from, soon, m, sums);
 }
 
 // Multiply N rows with 16 outputs of each of TOGETHER halves, whose n weights from input `from` on are widened: w
@@ -219,29 +223,31 @@ static void widen_int4(const char* w, const char* blocks, int64_t from, int64_t 
     }
 }
 
-// Multiply N rows with 16 outputs of int8 weights. sums [N, 32]. A sum has CHAINS parts, as few sums would wait for
-// each other; the widest vectors wait for memory anyway.
-template <int N>
-static __attribute__((noinline)) void multiply_int8(const Product& p, const char* w, int half, int64_t m, float* sums) {
-    constexpr int CHAINS = LANES == 16 ? 1 : 8 * N * V <= SUMS ? 4 : 4 * N * V <= SUMS ? 2 : 1;
-    I sum[N][2][V][CHAINS] = {};
+// Multiply N rows with the outputs of H halves of int8 weights, from `half` on. sums [N, 32]. A sum has CHAINS parts,
+// as few sums would wait for each other; the widest vectors wait for memory anyway.
+template <int N, int H>
+static __attribute__((noinline)) void multiply_int8(const Product& p, const char* w, int half, const char* soon,
+                                                    int64_t m, float* sums) {
+    constexpr int C = H * V, CHAINS = LANES == 16 || HAS_BYTES ? 1 : 8 * N * C <= SUMS ? 4 : 4 * N * C <= SUMS ? 2 : 1;
+    I sum[N][2][C][CHAINS] = {};
     const int32_t* x = p.quantized + m * 2 * p.plane();
     for (int64_t line = 0; line < p.I / 64; line++)
 #pragma GCC unroll 2
         for (int word = 0; word < WORDS; word++, x += OF_FOUR) {
-            const char* at = words(w, line, half) + word * LINE;
-            if (half == 0) prefetch(w, line, word);
+            if (soon) prefetch(soon, line, word);
             const int first = CHAINS == 4 ? word % 2 * 2 : 0, second = CHAINS == 1 ? 0 : first + 1;
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) {
-                const Shorts four = (Shorts)load<I>(at + v * 4 * LANES);
-                const I even = (I)(four << 8 >> 8), odd = (I)(four >> 8);
+#pragma GCC unroll 8
+            for (int v = 0; v < C; v++) {
+                const I four = load<I>(words(w, line, half + v / V) + word * LINE + v % V * 4 * LANES);
+                const I even = (I)((Shorts)four << 8 >> 8), odd = (I)((Shorts)four >> 8);
 #pragma GCC unroll 12
                 for (int plane = 0; plane < 2 * N; plane++) { // two of each row
                     I* to = sum[plane / 2][plane % 2][v];
                     const int32_t* x_of = x + plane * p.plane();
                     if constexpr (HAS_DOT4) {
-                        to[word % CHAINS] = dot4(to[word % CHAINS], (I)four, broadcast(x_of[0]));
+                        to[word % CHAINS] = dot4(to[word % CHAINS], four, broadcast(x_of[0]));
+                    } else if (HAS_BYTES) {
+                        to[0] = dot2(to[0], bytes_dot2(four, broadcast(x_of[0])), broadcast(ONES));
                     } else if (N == 1 && LANES == 16) {
                         to[0] += dot2(even, broadcast(x_of[0])) + dot2(odd, broadcast(x_of[1]));
                     } else {
@@ -252,7 +258,7 @@ static __attribute__((noinline)) void multiply_int8(const Product& p, const char
             }
         }
     for (int r = 0; r < N; r++)
-        for (int v = 0; v < V; v++) {
+        for (int v = 0; v < C; v++) {
             I whole[2] = {};
             for (int part = 0; part < 2; part++)
                 for (int c = 0; c < CHAINS; c++) whole[part] += sum[r][part][v][c];
@@ -277,7 +283,7 @@ static __attribute__((noinline)) void multiply_by_sums(const Product& p, const c
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) {
                 const I word = load<I>(w + c * LINE + v * 4 * LANES);
-                const I low = broadcast(HAS_DOT4 ? 0x0f0f0f0f : 0x000f000f); // with dot4 there are no odd ones
+                const I low = broadcast(OF_FOUR == 1 ? 0x0f0f0f0f : 0x000f000f); // then there are no odd ones
                 const I even = word & low, odd = word >> 8 & low, even_2 = word >> 4 & low, odd_2 = word >> 12 & low;
 #pragma GCC unroll 4
                 for (int plane = 0; plane < 2 * N; plane++) { // two of each row
@@ -285,10 +291,13 @@ static __attribute__((noinline)) void multiply_by_sums(const Product& p, const c
                     I& to = sum[plane / 2][plane % 2][v];
                     if constexpr (HAS_DOT4) {
                         to = dot4(dot4(to, even, broadcast(x_of[0])), even_2, broadcast(x_of[4]));
-                        continue;
+                    } else if (HAS_BYTES) { // a block adds 16 products of at most 15 * 127 to each int16
+                        to = (I)add_bytes((Shorts)to, even, broadcast(x_of[0]));
+                        to = (I)add_bytes((Shorts)to, even_2, broadcast(x_of[4]));
+                    } else {
+                        to = dot2(dot2(to, even, broadcast(x_of[0])), odd, broadcast(x_of[1]));
+                        to = dot2(dot2(to, even_2, broadcast(x_of[8])), odd_2, broadcast(x_of[9]));
                     }
-                    to = dot2(dot2(to, even, broadcast(x_of[0])), odd, broadcast(x_of[1]));
-                    to = dot2(dot2(to, even_2, broadcast(x_of[8])), odd_2, broadcast(x_of[9]));
                 }
             }
         }
@@ -296,7 +305,8 @@ static __attribute__((noinline)) void multiply_by_sums(const Product& p, const c
             const F scale = load_fp16((const fp16*)blocks + v * LANES);
             const F minimum = load_fp16((const fp16*)blocks + HALF + v * LANES);
             for (int r = 0; r < N; r++) {
-                const F whole = to_float((sum[r][0][v] << 7) + sum[r][1][v]); // below 2^23
+                const auto of = [&](int k) { return HAS_BYTES ? dot2(sum[r][k][v], broadcast(ONES)) : sum[r][k][v]; };
+                const F whole = to_float((of(0) << 7) + of(1)); // below 2^23
                 out[r][v] = fmadd(fmadd(out[r][v], whole, scale), minimum, broadcast(p.totals[(m + r) * n_blocks + g]));
             }
         }
@@ -307,7 +317,8 @@ static __attribute__((noinline)) void multiply_by_sums(const Product& p, const c
 
 // Rows at once of multiply_packed, all outputs or half of them, multiply_wide, multiply_int8 and multiply_by_sums.
 constexpr int FLAT = std::min(8, SUMS / (2 * V)), TALL = std::min(8, SUMS / (TOGETHER * V)), WIDE = TALL;
-constexpr int WHOLE = std::min(6, SUMS / (2 * V)), SUMMED = std::max(1, WHOLE / 2);
+constexpr int WHOLE = std::min(6, SUMS / (2 * V)), SUMMED = std::max(HAS_BYTES ? 2 : 1, WHOLE / 2);
+constexpr int FLATS = HAS_BYTES ? 3 : 2; // blocks of few rows, before tall ones are faster: measured on Zen 3
 
 // Outputs o .. o + 31 of at most ROWS rows; those up to `end` are next. wide: scratch [TOGETHER, WIDENED, 16] of int4
 template <Kind K> static void multiply_block(const Product& p, int64_t o, int64_t end, float* wide) {
@@ -316,6 +327,7 @@ template <Kind K> static void multiply_block(const Product& p, int64_t o, int64_
     const char* blocks = K == Kind::INT4 || K == Kind::SUMS ? p.blocks + o * (I / 32) * 4 : nullptr;
     alignas(64) float sums[ROWS][2 * HALF];
     auto at = [&](int64_t m, int half) { return sums[m] + HALF * half; };
+    int64_t number = 0; // of a pass
     if constexpr (K == Kind::BF16) {
         static thread_local std::vector<char> joined;
         if (p.planes) { // of a block of outputs, which stays in L2
@@ -323,21 +335,21 @@ template <Kind K> static void multiply_block(const Product& p, int64_t o, int64_
             join_planes(p.w + o * I, p.blocks ? p.blocks + o * I : nullptr, p.scale + o, I / 32, joined.data());
             w = joined.data(), following = nullptr;
         }
-        int64_t number = 0;
-        if (M > 2 * FLAT)
+        if (M > FLATS * FLAT)
             for_row_blocks<TALL>(0, M, [&](auto n, int64_t m) {
-                for (int half = 0; half < 2; half += TOGETHER) {
-                    const Pass pass = {number++, 2 / TOGETHER * ((M + TALL - 1) / TALL), following};
-                    multiply_packed<n(), TOGETHER * V>(p, w, half * V, pass, m, sums[m]);
-                }
+                for (int half = 0; half < 2; half += TOGETHER)
+                    pass_over<n(), TOGETHER * V>(p, w, half * V, soon(w, following, number++), m, sums[m]);
             });
         else
             for_row_blocks<FLAT>(0, M, [&](auto n, int64_t m) {
-                multiply_packed<n(), 2 * V>(p, w, 0, {number++, 1, nullptr}, m, sums[m]);
+                pass_over<n(), 2 * V>(p, w, 0, soon(w, following, number++), m, sums[m]);
             });
     } else if constexpr (K == Kind::INT8) {
-        for (int half = 0; half < 2; half++)
-            for_row_blocks<WHOLE>(0, M, [&](auto n, int64_t m) { multiply_int8<n()>(p, w, half, m, at(m, half)); });
+        if (HAS_BYTES && M == 1) multiply_int8<1, 2>(p, w, 0, soon(w, following, 0), 0, sums[0]);
+        for (int half = 0; half < 2 && !(HAS_BYTES && M == 1); half++)
+            for_row_blocks<WHOLE>(0, M, [&](auto n, int64_t m) {
+                multiply_int8<n(), 1>(p, w, half, soon(w, following, number++), m, at(m, half));
+            });
     } else if constexpr (K == Kind::SUMS) {
         for (int half = 0; half < 2; half++) {
             const int64_t n_blocks = HALF * (I / 32);

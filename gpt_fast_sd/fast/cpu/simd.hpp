@@ -299,6 +299,22 @@ static inline I dot4(I sum, I a, I b) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+constexpr bool HAS_BYTES = true; // products of bytes, two to a sum of 16 bits, which they must not exceed
+// sum and, for every int16, the dot product of its two unsigned bytes and two int8
+static inline Shorts add_bytes(Shorts sum, I a, I b) {
+    return sum + (Shorts)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+}
+// For every int16: the dot product of its two int8 of a and two of b, none of which is -128.
+static inline I bytes_dot2(I a, I b) {
+    return (I)_mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)a), _mm256_sign_epi8((__m256i)b, (__m256i)a));
+}
+#else
+constexpr bool HAS_BYTES = false;
+static inline Shorts add_bytes(Shorts sum, I, I) { return sum; }
+static inline I bytes_dot2(I a, I) { return a; }
+#endif
+
 #if defined(__AVX512F__)
 // Transpose 16 x 16 words of 4 bytes, whose rows are from_row and to_row bytes apart; from may be to.
 static inline void transpose_16x16(const char* from, int64_t from_row, char* to, int64_t to_row) {
