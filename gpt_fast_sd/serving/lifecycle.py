@@ -77,7 +77,11 @@ class Access:
         try:
             yield
         finally:
-            self._inside.acquire()
+            try:
+                self._inside.acquire()
+            except BaseException:  # Ctrl-C while another thread closes
+                self._inside.acquire()
+                raise
 
     def events(self, schedule: Schedule, waiting: Waiting, speculate: bool) -> Iterator[TokenEvent]:
         """Run the schedule within a call at work."""
@@ -122,7 +126,8 @@ class Access:
             return
         end_others()
         self.closed = True
-        waited = os.getpid() == self._process and self._inside.acquire(timeout=PATIENCE)
+        elsewhere = self.running and self._worker != os.getpid()  # in the process that this one was forked from
+        waited = not elsewhere and self._inside.acquire(timeout=PATIENCE)
         try:
             if not self._freed:
                 self._free(schedule)

@@ -101,7 +101,7 @@ class Schedule:
     ) -> Generator[TokenEvent, None, None]:
         """Keep the slots filled from the queue, and run rounds until every request is finished.
 
-        require_open raises if the consumer of the events has meanwhile closed the engine.
+        require_open raises if the engine was closed meanwhile, by who takes events or makes prompts, or another thread.
         """
         if speculate:
             self.planner.begin()
@@ -110,7 +110,7 @@ class Schedule:
         self._cancelled.clear()
         while not waiting.over or self.arrival or any(self.slots):
             require_open()
-            yield from self._refill(waiting)
+            yield from self._refill(waiting, require_open)
             require_open()
             if any(self.slots):
                 launched = self._launch(speculate)
@@ -130,7 +130,7 @@ class Schedule:
             if occupant is not None or everything:
                 self.release(slot)
 
-    def _refill(self, waiting: Waiting) -> Iterator[TokenEvent]:
+    def _refill(self, waiting: Waiting, require_open: Callable[[], None]) -> Iterator[TokenEvent]:
         """Let waiting requests into free slots; once some row has begun its text, a round follows each chunk.
 
         Until then nothing has to wait: rows that can begin together do, so the first rounds are as full as later ones.
@@ -138,6 +138,7 @@ class Schedule:
         yield from self._end_cancelled()
         while self.arrival or (None in self.slots and not waiting.over):
             request = None if self.arrival else self._next(waiting)
+            require_open()  # it may have taken long, as may the chunk before
             if not (self.arrival or request):
                 return
             yield from self._collect_all_but(0)  # events come first, and prefill does not count as a round's time

@@ -359,6 +359,7 @@ PARTS = (
 )  # fmt: skip
 NAMED = {part.name: part for part in PARTS}
 ON_FRONT = "first", "sweep", "long"  # what README tells of
+CALLED = {"amx": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512": "AVX-512", "avx2": "AVX2"}
 PAGE: dict[str, tuple[str, ...]] = {  # headings, and the parts below each
     "README's first command": ("first",), "Speed over batch and context": ("sweep",),
     "The same to 16,000 tokens, the bundled model of 8 M parameters": ("long",),
@@ -412,25 +413,34 @@ def page(folder: Path) -> str:
 def front(folder: Path, readme: str) -> str:
     """README with the figures of a set between its marks."""
     found = {name: read(folder / f"{name}.json") for name in ON_FRONT}
-    about = read(folder / "set.json")
-    here, place = about["environment"], folder.relative_to(ROOT).as_posix()
-    plain, ours = (d["decode_tokens_per_second"] for d in (found["first"]["plain"]["stats"], found["first"]["stats"]))
+    place = folder.relative_to(ROOT).as_posix()
     made = {
         name: [steady_of(point)["median"] for point in measured(found[name]) if point["temperature"]]
         for name in ("sweep", "long")
     }
     n_rows, n_equal = map(sum, zip(*(equal_rows(found[name]) for name in made), strict=True))
-    equal = f"**{n_equal} of {n_rows}**"
+    equal = f"**all {n_rows}**" if n_equal == n_rows else f"**{n_equal} of {n_rows}**"
     ends = {name: f"{min(ratios):.2f}x to {max(ratios):.2f}x" for name, ratios in made.items()}
+    cpus, sets = dict[str, float](), sorted(CPU.glob("*/set.json"), key=lambda file: str(read(file)["date"]))
+    for file in sets:  # the newest of each kind tells
+        other = read(file)
+        if "first" in other["parts"] and not other["environment"].get("forced"):
+            cpus[CALLED[other["environment"]["instructions"]]] = gain(read(file.parent / "first.json"))
+    gains = ", ".join(f"**{times:.2f}x** ({name})" for name, times in sorted(cpus.items()))
     text = (
-        f"On two cores of {here['cpu']} the first command below wrote at **{ours / plain:.2f}x** the speed of plain "
-        "decoding (calls differ). Over batches and contexts,\nsampled, `--draft auto` makes "
-        f"{ends['sweep']} with SmolLM2-135M (its file is quantized: drafts in few bits lose nothing)\n"
-        f"and {ends['long']} with the bundled test model (the plot);\n"
-        f"{equal} greedy rows equal plain decoding, token for token: [all figures]({place}/README.md). "
-        "Older CPUs\n[gain less](benchmarks/README.md)."
+        f"On two cores the first command below runs at {gains} of plain decoding (calls differ).\nOver batches and "
+        f"contexts, sampled, `--draft auto` makes {ends['sweep']} with SmolLM2-135M (its file\nis quantized: "
+        f"drafts in few bits lose nothing) and {ends['long']} with the bundled test model (the plot);\n"
+        f"{equal} greedy rows equal plain decoding, token for token: [all figures]({place}/README.md), "
+        "[other CPUs](benchmarks/README.md)."
     )
     return between(readme, "measured", text)
+
+
+def gain(first: Record) -> float:
+    """Times plain decoding, of README's first command."""
+    plain, ours = (stats["decode_tokens_per_second"] for stats in (first["plain"]["stats"], first["stats"]))
+    return float(ours / plain)
 
 
 def between(page: str, mark: str, text: str) -> str:

@@ -114,15 +114,21 @@ def test_closing_from_another_thread_waits_for_the_round_under_way_and_other_cal
             begun.set()
             assert refused.wait(60)
 
+    def later() -> None:
+        while not one._access.closed:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        refused.set()
+
     one.on_round, forget = slow, one.schedule.rounds.forget
     monkeypatch.setattr(one.schedule.rounds, "forget", lambda: found.append(under_way.locked()) or forget())  # type: ignore[func-returns-value]
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         found, generating = list[bool](), pool.submit(one.generate, [PROMPTS[0]], LONG)
         assert begun.wait(60)
         for call in (partial(one.generate, [PROMPTS[1]]), partial(one.logits, PROMPTS[1])):
             with pytest.raises(RuntimeError, match="still streaming"):
                 call()  # type: ignore[operator]
-        threading.Timer(0.05, refused.set).start()
+        pool.submit(later)
         one.close()
         with pytest.raises(RuntimeError, match="the engine is closed"):
             generating.result()
@@ -130,7 +136,8 @@ def test_closing_from_another_thread_waits_for_the_round_under_way_and_other_cal
 
 
 def test_closing_does_not_wait_for_a_thread_that_waits_for_prompts() -> None:
-    one, begun, go = an_engine(), threading.Event(), threading.Event()
+    one, begun, go, told = an_engine(), threading.Event(), threading.Event(), list[str]()
+    one.on_progress = lambda what, done, n: told.append(what)
 
     def prompts() -> Any:
         yield PROMPTS[0]
@@ -142,10 +149,12 @@ def test_closing_does_not_wait_for_a_thread_that_waits_for_prompts() -> None:
         streaming = pool.submit(lambda: list(one.stream(prompts(), PARAMS[0])))
         assert begun.wait(60)
         one.close()
+        n_told = len(told)
         assert not go.is_set() and not streaming.done()
         go.set()
         with pytest.raises(RuntimeError, match="the engine is closed"):
             streaming.result()
+        assert len(told) == n_told  # the prompt that came then was not prefilled
 
 
 def test_what_is_submitted_while_another_call_is_at_work_is_decoded_after_it() -> None:

@@ -1,6 +1,6 @@
 // y = x W' (+ bias) for any number of rows of a bf16 x, on any CPU. linear_avx512.cpp describes the kinds of weights,
 // how they are packed, and what both promise alike. Products with bf16 and int4 weights are fp32 here, those with int8
-// ones and by sums integers of 16 bits.
+// ones and by sums integers of 16 bits, or bytes.
 //
 // Each output of each row is one sum over all inputs in order, so it has the same bits whatever is computed beside it.
 // Weights are multiplied as they are read, except int4 that are not summed: those of a block's outputs and WIDENED

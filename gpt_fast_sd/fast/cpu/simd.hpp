@@ -299,13 +299,13 @@ static inline I dot4(I sum, I a, I b) {
 #endif
 }
 
-#if defined(__AVX2__) && !defined(__AVX512BW__)
+#if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(USE_DOT4)
 constexpr bool HAS_BYTES = true; // products of bytes, two to a sum of 16 bits, which they must not exceed
 // sum and, for every int16, the dot product of its two unsigned bytes and two int8
 static inline Shorts add_bytes(Shorts sum, I a, I b) {
     return sum + (Shorts)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
 }
-// For every int16: the dot product of its two int8 of a and two of b, none of which is -128.
+// For every int16: the dot product of its two int8 of a and two of b, which has no -128.
 static inline I bytes_dot2(I a, I b) {
     return (I)_mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)a), _mm256_sign_epi8((__m256i)b, (__m256i)a));
 }

@@ -114,6 +114,7 @@ def check_products(product: Callable[..., Tensor], n_in: int, rows: Sequence[int
     weight, bias = (noise(96, n_in, seed=1) * 0.05).to(BF16), noise(96, seed=9).to(BF16)
     integers, scale = quantize_rows(weight)
     held = quantize_blocks(weight)
+    integers[0], held.numbers[0] = -128, 255  # with rows of ones, the most that comes together
     lanes, summed = cpu_linear.pack_int4(held), cpu_linear.pack_int4(held, by_sums=True)
     generator = torch.Generator().manual_seed(n_in)
     spread = (weight * torch.exp2(-torch.randint(12, weight.shape, generator=generator))).to(BF16)
@@ -124,6 +125,7 @@ def check_products(product: Callable[..., Tensor], n_in: int, rows: Sequence[int
     own, of_integers, unpacked = map(cpu_linear.pack, (weight, integers, dequantize_blocks(held, BF16)))
     for n_rows in rows:
         x = noise(n_rows, n_in, seed=n_rows).to(BF16)
+        x[0] = 1
         got = product(x, own, None, None, bias)
         expected = F.linear(x.double(), weight.double(), bias.double())
         torch.testing.assert_close(got.double(), expected, rtol=2.0**-8, atol=1e-5)
