@@ -58,7 +58,7 @@ ACCEPTED = f"benchmark.py --sweep budget --pairs 0 {MODEL} --batch 6 --context 4
 QUALITY = "evaluate.py --model smollm2 --text TEXTS --dtype bf16 --compile --contexts 4096 --lengths 1024 --depths 0.5 \
 --n 2 --entries 16 --compared 256"
 AUTO = "--draft auto --gamma auto --temperature 0,0.8 --max-new-tokens 128 --pairs 2 --seconds 8 --text TEXTS"
-FIXED = f"{MODEL} --batch 1,8 --context 512,4k --temperature 0,0.8 --max-new-tokens 128 --pairs 2 --text TEXTS"
+FIXED = f"{MODEL} --batch 1,4 --context 512,4k --temperature 0,0.8 --max-new-tokens 128 --pairs 2 --text TEXTS"
 SLOWER = "eager 'BF16, F16 KV, flash off' 'BF16, F16 KV, flash on' 'BF16, BF16 KV, flash off' \
 'smaller weights, repacked, flash off' 'smaller weights, repacked, flash on'"  # without instructions for bf16
 PEERS = "peers.py --model smollm2 --text TEXT --contexts 512,4000,7500 --repeats 3"
