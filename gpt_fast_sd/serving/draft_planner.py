@@ -31,7 +31,8 @@ from .gamma_planner import (
 )
 
 MOST_ARMS = 64
-TRYING = 0.012  # share of a run that tries may lose
+TRYING = 0.008  # share of a run that tries may lose ...
+PAYING = 0.02  # ... and those that are expected to gain, which lose only where that was wrong
 HORIZON = 200.0  # tokens a row that a run is expected to bring at most: rows may end before they have all they may
 SURPRISE = 1.3  # times what was expected that a round takes, or less by as much
 AT_FIRST = 2  # rounds of a run that are plain, and timed, beside which others are judged ...
@@ -254,8 +255,9 @@ class DraftPlanner:
         best = max(known, key=lambda key: known[key])
         if self._last in known and known[best] < GAIN * known[self._last]:
             best = self._last
-        room = TRYING * (self.seconds_run + min(self.to_come, HORIZON) / known[best]) - self.lost
-        tried = self._to_try(took, best, speeds, room)
+        run = self.seconds_run + min(self.to_come, HORIZON) / known[best]
+        room, paying = TRYING * run - self.lost, PAYING * run - self.lost
+        tried = self._to_try(took, best, speeds, room, paying)
         seen = min(self.plain.verify[0].seen, 4)  # only plain rounds show what they take
         gains = known[best] / plain
         after = min(2 << seen, PLAIN_AFTER if gains > BARELY else OFTEN)
@@ -270,6 +272,7 @@ class DraftPlanner:
         self._steady = min(max(STEADY, asking), LAST_STEADY)
         if tried is not None:
             at_worst = took[tried[0]][tried[1]] - 1 / known[best] if tried[1] else inf  # lost if no draft is kept
+            room = paying if speeds[tried] >= known[best] else room
             self._steady = min(STEADY, asking // STEADY, int(room / max(LEAST, at_worst)))
         if tried is None and best[1] == self.tiers[-1]:
             emitted = over_rows([*accumulate(accumulate(self.rates(best[0]), mul, initial=1.0))], self.limits)
@@ -281,11 +284,14 @@ class DraftPlanner:
         return gamma
 
     def _to_try(
-        self, took: dict[int, dict[int, float]], known: Key, speeds: dict[Key, float], room: float
+        self, took: dict[int, dict[int, float]], known: Key, speeds: dict[Key, float], room: float, paying_room: float
     ) -> Key | None:
-        """The arm and gamma that might be faster than the best and is worth trying now; None: there is none."""
+        """The arm and gamma that might be faster than the best and is worth trying now; None: there is none.
+
+        room, paying_room: seconds that it may lose; the second if it is expected to be faster.
+        """
         best, could = speeds[known], list[Key]()
-        if room <= 0:
+        if paying_room <= 0:
             return None
         for i in self.ready:
             hoped = self._speeds(i, took[i], hoped=True)
@@ -293,7 +299,7 @@ class DraftPlanner:
             could += [
                 key for key in hoped
                 if key != known and hoped[key] > GAIN * best and (unknown or hoped[key] > GAIN * speeds[key])
-                and took[i][key[1]] - 1 / best <= room  # what it loses if no draft is kept
+                and took[i][key[1]] - 1 / best <= (room if speeds[key] < best else paying_room)  # if no draft is kept
             ]  # fmt: skip
         losses = {key: took[key[0]][key[1]] * (1 - speeds[key] / best) for key in could}
         paying = [key for key in could if losses[key] <= 0]
