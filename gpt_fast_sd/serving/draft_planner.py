@@ -31,8 +31,8 @@ from .gamma_planner import (
 )
 
 MOST_ARMS = 64
-TRYING = 0.008  # share of a run that tries may lose ...
-PAYING = 0.02  # ... and those that are expected to gain, which lose only where that was wrong
+TRYING = 0.012  # share of a run that tries may lose ...
+PAYING = 0.024  # ... and those that are expected to gain, which lose only where that was wrong
 HORIZON = 200.0  # tokens a row that a run is expected to bring at most: rows may end before they have all they may
 SURPRISE = 1.3  # times what was expected that a round takes, or less by as much
 AT_FIRST = 2  # rounds of a run that are plain, and timed, beside which others are judged ...

@@ -135,7 +135,7 @@ def test_in_recorded_cells_it_is_nearly_the_best_arm_and_never_costs_what_plain_
 ) -> None:
     found = [(at, simulate(at, tokens, seed, noise)[0]) for seed, at in enumerate(recorded())]
     assert len(found) == 64 and any(at.best > 1.5 * at.plain for at, _ in found)
-    assert min(speed / at.plain for at, speed in found) >= 0.98
+    assert min(speed / at.plain for at, speed in found) >= 0.985
     assert median(speed / at.best for at, speed in found) >= 0.96
 
 
@@ -186,7 +186,7 @@ def test_rounds_of_a_millisecond_whose_first_ones_find_nothing_in_caches_mislead
         at = replace(at, **{f: {k: t * at.plain / 1e3 for k, t in getattr(at, f).items()} for f in ("verify", "step")})
         found.append((at, simulate(at, 200, seed, cold=0.5)[0]))
     least = sorted(speed / at.plain for at, speed in found)
-    assert least[0] >= 0.8 and least[2] >= 0.93
+    assert least[0] >= 0.89 and least[2] >= 0.93
     assert median(speed / at.best for at, speed in found) >= 0.88
 
 
@@ -194,7 +194,7 @@ def test_rounds_of_a_millisecond_whose_first_ones_find_nothing_in_caches_mislead
 def test_a_round_that_stalls_misleads_nobody_for_long(steps: float) -> None:
     cells = list(enumerate([*recorded(), *map(drawn, range(60))]))
     for when in (1, 4):  # as threads awake, and as a try is under way
-        assert min(simulate(at, 200, seed, stalls=(when, steps))[0] / at.plain for seed, at in cells) >= 0.94
+        assert min(simulate(at, 200, seed, stalls=(when, steps))[0] / at.plain for seed, at in cells) >= 0.95
     gains = world(4, {g: 1 + 0.02 * g for g in GAMMA_TIERS}, 0.3, 0.9, 0.92, 0.1)
     for when in range(1, 9):
         assert simulate(gains, 400, 0, stalls=(when, steps))[0] > 0.83 * gains.best
