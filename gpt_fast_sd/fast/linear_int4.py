@@ -1,13 +1,15 @@
-"""A Linear with int4 weights: a third of the bytes of bf16 to read, unpacked on the way into products of bf16."""
+"""Linears with int4 weights, in blocks and for CUDA in tiles: a third of bf16's bytes to read, and products of bf16."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import Int4, dequantize_blocks, int4_linear, power_between, quantize_blocks
+from .ops.int4_tiles import GROUP, TILE, Int4Tiles, dequantize_tiles, int4_tiles_linear
 
 
 class Int4Linear(nn.Linear):
@@ -57,6 +59,45 @@ class Int4Linear(nn.Linear):
             held = self.arranged(quantize_blocks(state_dict[name].to(self.made_from)))
             own = dict(zip(("weight", "blocks", "scale"), held, strict=True))
             state_dict = {**state_dict, **{f"{prefix}{kind}": value for kind, value in own.items()}}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Int4TilesLinear(nn.Linear):
+    """int4 weights in groups of 128 inputs and tiles of 64 outputs, for CUDA. Saved and loaded is a bf16 weight."""
+
+    scale_and_zero: nn.Parameter  # bf16 [I / 128, O, 2]
+    ones: Tensor
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, quantized: Callable[[Tensor], Int4Tiles]) -> None:
+        """Quantize a weight [O, I]; the bias is shared. quantized: how."""
+        held = quantized(weight)
+        with torch.device("meta"):
+            super().__init__(GROUP * held.numbers.shape[1], TILE * len(held.numbers), bias=False)
+        self.weight, self.scale_and_zero = (nn.Parameter(x, requires_grad=False) for x in held)
+        self.register_parameter("bias", bias)
+        # kept: to make it would be a launch
+        self.register_buffer("ones", weight.new_ones(TILE, GROUP, dtype=torch.bfloat16), persistent=False)
+        self.quantized, self.training = quantized, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return int4_tiles_linear(x, self.held, self.ones, self.bias)
+
+    @property
+    def held(self) -> Int4Tiles:
+        """The weight as it is kept."""
+        return Int4Tiles(self.weight, self.scale_and_zero)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}scale_and_zero"]
+        destination[f"{prefix}weight"] = dequantize_tiles(Int4Tiles(*(part.detach() for part in self.held)))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        name = f"{prefix}weight"
+        if name in state_dict and state_dict[name].shape == (self.out_features, self.in_features):
+            numbers, scales = self.quantized(state_dict[name].to(self.weight.device, torch.bfloat16))
+            state_dict = {**state_dict, name: numbers, f"{prefix}scale_and_zero": scales}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -120,8 +120,7 @@ def has_room(system: System, gamma: int) -> bool:
     return have is None or plan.workspace + plan.captured + plan.graphs + plan.reserve + copies_to_come <= have
 
 
-# For 16 rows torch's int4 products take twice as long as bf16's, for one half as long (an H200, benchmarks/h200); in
-# between nothing was timed.
+# On an H200 torch's int4 products were fast for one row and slow for 16; ours, which replaced them, were not timed.
 MOST_INT4_ROWS = 4
 
 

@@ -34,8 +34,8 @@ NODE = 64 * 2**10
 # Launches of a layer with bf16 weights and cache, of which attention has three with mass, and a copy of that; and of
 # everything else in a step. What the code of a GPU has is counted in tests.
 LAYER_NODES, STEP_NODES = 13, 30
-# of a layer with such a cache, weights or view; of one that ranks share: two sums and their ends; and of one whose int8
-# weights many rows are multiplied with copies of
+# of a layer with such a cache, weights or view; of one that ranks share: two sums and their ends; and of one that many
+# rows are multiplied with copies of
 MORE_NODES = {"int8": 2, "planes": 4, "float8": 4, "quest": 4, "ranks": 4, "copies": 4}
 
 
@@ -238,7 +238,8 @@ def _launches(system: System) -> int:
     steps = steps_held(system.config.max_seq_len, system.draft, system.model.group_size)
     views = registry.policy_class(system.draft.policy).views(system.draft)
     weights = {system.config.quantize, system.draft.quantize}
-    copies = bool(weights & {"int8", "planes"}) and system.config.batch_size * (1 + system.draft.max_gamma) > MOST_TILED
+    widest = system.config.batch_size * (1 + system.draft.max_gamma)
+    copies = bool(weights & {"int8", "int4", "planes"}) and widest > MOST_TILED
     others = [
         *(["float8"] * bool(weights & {"float8", "planes"})),
         *(["ranks"] * (system.ranks > 1)),

@@ -6,6 +6,7 @@ F feed-forward width, V vocabulary, W windows, gamma tokens drafted per round.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from gpt_fast_sd.model import SPLIT, ModelConfig
@@ -13,6 +14,7 @@ from gpt_fast_sd.model import SPLIT, ModelConfig
 from ..attention import QUERY_BLOCK
 from ..fast import LANES, MOST_TILED, ROWS_AT_ONCE, prefill_splits, split_for
 from ..fast.devices import traits_of
+from ..fast.ops.int4_tiles import parts_of
 from ..policies import registry
 from ..policies.config import DraftConfig
 from ..prefill import CHUNK
@@ -136,11 +138,15 @@ class Workspace:
 
     @property
     def widened(self) -> int:
-        """A copy of one quantized weight, where a product makes one."""
+        """A copy of one quantized weight, where a product makes one, or an int4 product by parts of its inputs."""
         system, most = self.system, _widened_head(self.system)
         for name in filter(None, (system.config.quantize, system.draft.quantize)):
             each = precision(name, system.device).widened
             most = max(most, *(each * _largest_of_layers(*shape, system.packs) for shape in system.shapes))
+            if name == "int4" and system.in_triton:
+                n_rows = max(MOST_TILED, system.config.batch_size * (1 + system.draft.max_gamma))
+                sizes = itertools.chain(*(matrices_of(*shape).values() for shape in system.shapes))
+                most = max(most, 4 * n_rows * max(parts_of(n_out, n_in) * n_out for n_out, n_in in sizes))
         return most
 
     @property

@@ -12,11 +12,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Linear
 
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.tp import in_short
@@ -24,15 +22,13 @@ from gpt_fast_sd.tp import in_short
 from ..fast import BLOCK, ROWS_AT_ONCE, dequantize_blocks, unpack
 from ..fast.cpu.packing import PackedLinear
 from ..fast.linear_float8 import Float8Linear, product
-from ..fast.linear_int4 import Int4Linear, int4_from
+from ..fast.linear_int4 import Int4Linear, Int4TilesLinear, int4_from
 from ..fast.linear_int8 import Int8Linear
 from ..fast.linear_planes import PlanesLinear, UpperLinear, upper_of
+from ..fast.ops.int4_tiles import BYTES, GROUP, TILE, Int4Tiles, tiled
 from ..fast.ops.int8 import FLOAT8
 
 FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
-GROUP = 128  # inputs that share a scale in int4
-BY_TORCHAO = {"Int4TilePackedTo4dTensor": "int4"}  # kinds of tensors
-TOO_MUCH = 0.15  # of a weight, for what it is padded with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +40,7 @@ class Precision:
     a copy's output head. widened: bytes of a weight in the copy that a product of many rows makes, or on a CPU any
     product of weights that are not packed. beside: fp32 numbers that are kept beside each of the rows that are
     quantized at a time. evens: whether an output can be scaled afterwards, see `equalize_keys`. inputs, outputs: what
-    must divide them. padded: the multiple to which inputs are padded. capability: the least compute capability.
+    must divide them. capability: the least compute capability.
     only_bf16: whether weights of other dtypes are refused. cublas: whether CUDA 12.9 is refused and a product tried.
     shares: whether it is a part of a target's own weights, which are laid out for it: only per_row is then added.
     """
@@ -58,7 +54,6 @@ class Precision:
     evens: bool = True
     inputs: int = 1
     outputs: int = 1
-    padded: int = 1
     capability: tuple[int, int] | None = None
     only_bf16: bool = False
     cublas: bool = False
@@ -66,7 +61,7 @@ class Precision:
 
     def bytes_of(self, rows: int, columns: int) -> int:
         """Bytes of a weight [rows, columns] as it is kept."""
-        return int(rows * (-(-columns // self.padded) * self.padded * self.per_weight + self.per_row))
+        return int(rows * (columns * self.per_weight + self.per_row))
 
 
 def int8_of(linear: nn.Linear) -> nn.Linear:
@@ -94,18 +89,32 @@ def int4_in_blocks(linear: nn.Linear) -> nn.Linear:
     return Int4Linear(int4_from(weight, linear.weight), linear.bias, weight.dtype)
 
 
-def int4_of(linear: nn.Linear) -> nn.Linear:
-    """A Linear with torchao's int4 weights in the layout of torch's own product, a scale and a zero for 128 inputs.
+def int4_in_tiles(linear: nn.Linear) -> nn.Linear:
+    """A Linear with int4 weights that torchao has chosen, the bias shared; itself where it has them."""
+    if precision_of(linear) == "int4":
+        return linear
+    return Int4TilesLinear(plain_weight(linear, "int4"), linear.bias, by_hqq)
 
-    ValueError for inputs that 128 does not divide.
+
+def by_hqq(weight: Tensor) -> Int4Tiles:
+    """Numbers, scales and zeros of a bf16 weight [O, I] by half-quadratic quantization, as torchao does it.
+
+    Some rows at a time, as what it takes besides is large. https://mobiusml.github.io/hqq_blog
     """
-    from torchao.quantization import Int4WeightOnlyConfig
+    from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_affine_hqq as choose
 
-    config = Int4WeightOnlyConfig(
-        group_size=GROUP, int4_packing_format="tile_packed_to_4d", int4_choose_qparams_algorithm="hqq",
-        set_inductor_config=False,
-    )  # fmt: skip
-    return linear if precision_of(linear) == "int4" else _by_torchao(linear, "int4", config)
+    n_out, n_groups = len(weight), weight.shape[1] // GROUP
+    numbers = weight.new_empty(n_out // TILE, n_groups, BYTES, dtype=torch.uint8)
+    scale_and_zero = weight.new_empty(n_groups, n_out, 2, dtype=torch.bfloat16)
+    for begin in range(0, n_out, ROWS_AT_ONCE):
+        rows = weight[begin : begin + ROWS_AT_ONCE]
+        some, *both, _ = choose(
+            rows, nbits=4, group_size=GROUP, compute_dtype=torch.bfloat16, device=rows.device, raw_output=False
+        )
+        numbers[begin // TILE : begin // TILE + len(rows) // TILE] = tiled(some.to(torch.uint8).view_as(rows))
+        for i, each in enumerate(both):
+            scale_and_zero[:, begin : begin + len(rows), i] = each.view(len(rows), n_groups).t()
+    return Int4Tiles(numbers, scale_and_zero)
 
 
 def upper_on_cuda(linear: nn.Linear) -> nn.Linear:
@@ -120,8 +129,8 @@ TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
     "int4": {
         "cpu": Precision(of=int4_in_blocks, per_weight=0.5 + 4 / BLOCK, inputs=BLOCK, widened=11),
         "cuda": Precision(
-            of=int4_of, per_weight=0.5 + 4 / GROUP, per_row=0, beside=10, evens=False, inputs=GROUP, outputs=8,
-            padded=1024, only_bf16=True,
+            of=int4_in_tiles, per_weight=0.5 + 4 / GROUP, per_row=0, beside=10, evens=False, inputs=GROUP, outputs=TILE,
+            widened=2, only_bf16=True,
         ),
     },
     "float8": {
@@ -210,12 +219,6 @@ def require_sizes(
             need = f"inputs that {found.inputs} divides"
             need = need if found.outputs == 1 else f"{need} and outputs that {found.outputs} divides"
             raise ValueError(f"{said} needs {need}, and {place} has {columns:,} and {rows:,}{split}")
-        whole = -(-columns // found.padded) * found.padded
-        if whole > columns * (1 + TOO_MUCH):
-            raise ValueError(
-                f"{said} pads inputs to multiples of {found.padded:,}, and the {columns:,} of {place}{split} would "
-                f"grow by {whole / columns - 1:.0%}, more than {TOO_MUCH:.0%}"
-            )
 
 
 def require_copy(name: str, target: str | None) -> None:
@@ -242,11 +245,12 @@ def matrices_of(shape: ModelConfig, ranks: int) -> dict[str, tuple[int, int]]:
 
 def precision_of(linear: nn.Linear) -> str | None:
     """The name of the precision of its weight, or of a kind of tensor that is none of ours; None: not quantized."""
-    for name, kind in (("float8", Float8Linear), ("int8", Int8Linear), ("int4", Int4Linear), ("planes", UpperLinear)):
+    int4 = Int4Linear, Int4TilesLinear
+    for name, kind in (("float8", Float8Linear), ("int8", Int8Linear), ("int4", int4), ("planes", UpperLinear)):
         if isinstance(linear, kind):
             return name
     held = type(linear.weight.data)
-    return BY_TORCHAO.get(held.__name__, held.__name__) if held.__module__.startswith("torchao.") else None
+    return held.__name__ if held.__module__.startswith("torchao.") else None
 
 
 def by_output(linear: nn.Linear) -> tuple[Tensor, Tensor] | None:
@@ -286,51 +290,6 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         return
     for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         yield from _plain_parts(getattr(tensor, name))
-
-
-# the tensors inside torchao's, and the dimension along which they hold outputs
-OUTPUTS_ALONG = {"qdata": 0, "scale_and_zero": 1}
-
-
-def _by_torchao(linear: nn.Linear, name: str, config: object) -> nn.Linear:
-    """A Linear with weights that torchao has quantized; some rows at a time, as what it takes besides is large."""
-    weight = plain_weight(linear, name)
-    n_out, held = len(weight), dict[str, Tensor]()
-    for begin in range(0, n_out, ROWS_AT_ONCE):
-        rows = weight[begin : begin + ROWS_AT_ONCE]
-        part: Any = _quantized(rows, name, config)
-        tensors, attributes = part.__tensor_flatten__()
-        for inner in tensors:
-            piece, dim = getattr(part, inner), OUTPUTS_ALONG[inner]
-            size = piece.shape[dim]
-            if inner not in held:
-                held[inner] = piece.new_empty([*piece.shape[:dim], size * n_out // len(rows), *piece.shape[dim + 1 :]])
-            held[inner].narrow(dim, begin * size // len(rows), size).copy_(piece)
-    if "shape" in attributes:
-        attributes = {**attributes, "shape": weight.shape}
-    return _holding(linear, type(part).__tensor_unflatten__(held, attributes, None, None))
-
-
-def _holding(linear: nn.Linear, weight: Tensor) -> nn.Linear:
-    """Such a layer with another weight, the bias shared."""
-    with torch.device("meta"):
-        own = Linear(linear.in_features, linear.out_features, bias=False)
-    own.weight, own.bias = nn.Parameter(weight, requires_grad=False), linear.bias
-    return own.train(False)
-
-
-def _quantized(rows: Tensor, name: str, config: object) -> Tensor:
-    """Rows of a weight as torchao quantizes them; ValueError where it does not."""
-    from torchao.quantization import quantize_
-
-    with torch.device("meta"):
-        own = nn.Linear(rows.shape[1], len(rows), bias=False)
-    own.weight = nn.Parameter(rows, requires_grad=False)
-    quantize_(own, config, filter_fn=lambda module, _: True)
-    if precision_of(own) != name:  # torchao leaves such a one as it is, and says nothing
-        needed = precision(name, rows.device).inputs
-        raise ValueError(f"quantize {name!r} needs sizes that {needed} divides, and a weight has {list(rows.shape)}")
-    return own.weight.data
 
 
 def _said(name: str, of_draft: bool) -> str:

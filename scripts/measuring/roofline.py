@@ -65,15 +65,15 @@ PRACTICAL = Efficiency(
 # What is expected of ours: the kernels of steps that one H200 ran, Llama-3.1-8B in bf16, 15 or 16 rows of 57,344 (a
 # profile of each; the steps themselves: benchmarks/h200). Other chips may be farther from their data sheets.
 # - products of bf16 take 4.03 ms, of both planes 6.6 (12.4 of 128 rows), of float8 2.31 and what makes rows float8 0.4
-#   to 0.5, of int8 some 3.9 (its kernel alone); torch's int4 does 29 TFLOP/s, so that 16 rows take 4.2 times as long as
-#   one, which reaches 2.2 TB/s;
+#   to 0.5, of int8 some 3.9 (its kernel alone); int4's, which was not timed, is taken to reach its bandwidth,
+#   and half of the 390 TFLOP/s of its tiles, as each group is multiplied twice;
 # - dense attention of one query reads 4.57 TB/s in its splits; 6 and 9 take 6 and 7 % longer, with mass 9 more;
 # - 423 to 457 kernels of a step take 0.5 to 0.9 ms beside these, judging 0.08, selecting 0.27.
-MEASURED = {"int8": 0.51, "float8": 0.72, "int4": 0.6, "planes": 0.72, "both planes": 0.61}  # which a target reads
+MEASURED = {"int8": 0.51, "float8": 0.72, "int4": 0.51, "planes": 0.72, "both planes": 0.61}  # which a target reads
 EXPECTED = Efficiency(
     linear_bandwidth=0.78, linear_peak=0.60, attention_bandwidth=0.95, attention_peak=0.45, kernel_seconds=1e-6,
     layer_seconds=10e-6, judge_seconds=0.35e-3, splits=True, mass_cost=3.5, overlap=2.0, narrow=MEASURED,
-    narrow_peak={"int4": 0.03, "both planes": 0.16}, most_tiled=MOST_TILED,
+    narrow_peak={"int4": 0.2, "both planes": 0.16}, most_tiled=MOST_TILED,
 )  # fmt: skip
 
 # Kernels that a step launches. Besides its attention a layer has nine: the products wqkv, wo, w_in and w_out, two
@@ -186,7 +186,8 @@ def step_seconds(
     mass_page: keys of a page whose attention mass is summed, too, or 0. attention: see kernels.
     """
     e, size = under.efficiency, (config, batch, n_tokens, context)
-    if under.precision in ("int8", "both planes") and batch * n_tokens > e.most_tiled:  # copies, which a library reads
+    # many rows take copies, which a library reads
+    if under.precision in ("int8", "int4", "both planes") and batch * n_tokens > e.most_tiled:
         under = replace(under, precision=None, weight_bytes=under.weight_bytes + 4, more_kernels=under.more_kernels + 4)
     cost = step_cost(*size, under)
     whole = bool(mass_page) or attention == "dense"  # split as a cache of so many entries is; else a list

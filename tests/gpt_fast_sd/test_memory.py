@@ -94,8 +94,9 @@ def test_captured_rounds_are_planned_for_by_the_launches_of_all_that_may_be_held
     assert fixed == 3 * (1 + 9) * launches  # of one view, whose graphs of a wider kind serve narrower ones
     assert plain == 3 * 8 * launches  # three kinds of sampling over views of 512 to 65,536: there are no more
     assert plan(16, 500, "streaming", gamma=1).graphs // NODE == 3 * (1 + 2) * launches  # one view
-    few, many = (plan(n, 500, "streaming", gamma=1, quantize="int8").graphs // NODE for n in (128, 129))
-    assert many - few == 3 * (1 + 2) * 4 * 32  # copies of weights for more than 256 rows of a step
+    for name in ("int8", "int4"):  # copies of weights for more than 256 rows of a step
+        few, many = (plan(n, 500, "streaming", gamma=1, quantize=name).graphs // NODE for n in (128, 129))
+        assert many - few == 3 * (1 + 2) * 4 * 32
     uncaptured = plan_of(EngineConfig(cuda_graphs="off"), DraftConfig(), LLAMA, device=CUDA, whole=GIB)
     assert uncaptured.graphs == uncaptured.captured == 0
 

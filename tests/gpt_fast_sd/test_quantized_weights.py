@@ -1,15 +1,13 @@
 """Quantized weights, of a target and of a copy that drafts for it: the copy costs acceptance, and never a token.
 
-Precisions that run on CUDA alone run on a CPU that is told to run them: torchao quantizes as ever, and only what is a
-GPU's own is replaced: that it is asked for, the layout of packed int4 and the product with it.
+Precisions that run on CUDA alone run on a CPU that is told to run them: weights are quantized as ever, and products are
+PyTorch's.
 """
 
 import copy
 import dataclasses
 import gc
-import importlib
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,47 +49,20 @@ OF_CUDA = ("int4", "float8")
 PROMPTS = [random_ids(n, seed=n) for n in (300, 7, 90)]
 
 
-def unpacked(packed: Tensor, scale_and_zero: Tensor) -> Tensor:
-    """int32 [O / 8, I / 128, 32, 4], bf16 [I / group, O, 2] -> fp32 [O, I]"""
-    n_out = 8 * len(packed)
-    pairs = packed.reshape(n_out, -1).view(torch.uint8)  # [O, I / 2]
-    numbers = torch.stack([pairs >> 4, pairs & 15], -1).flatten(1).float() - 8
-    scale, zero = scale_and_zero.float().transpose(0, 1).unbind(-1)  # [O, I / group] each
-    groups: Tensor = numbers.unflatten(1, (scale.shape[1], -1)) * scale[..., None] + zero[..., None]
-    return groups.flatten(1)
-
-
 @pytest.fixture
-def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A CPU on which int4 and float8 run, in torchao's tensors, and bytes of which a GPU would have the same."""
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU on which int4 and float8 run, in the layouts and bytes of a GPU."""
     for name in OF_CUDA:
         monkeypatch.setitem(TABLE[name], "cpu", replace(TABLE[name]["cuda"], capability=None))  # type: ignore[index]
-    quant_api = importlib.import_module("torchao.quantization.quant_api")
-    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(precisions, "TOO_MUCH", 10.0)  # of small models most would be padding
-    library = torch.library.Library("aten", "IMPL")
-
-    def pack(pairs: Tensor, inner_k_tiles: int) -> Tensor:
-        assert inner_k_tiles == 8
-        return pairs.view(torch.int32).view(len(pairs) // 8, -1, 32, 4).clone()
-
-    def multiply(x: Tensor, packed: Tensor, group: int, scale_and_zero: Tensor) -> Tensor:
-        return (x.float() @ unpacked(packed, scale_and_zero).t()).to(x.dtype)
-
-    library.impl("_convert_weight_to_int4pack", pack, "CPU")
-    library.impl("_weight_int4pack_mm", multiply, "CPU")
-    yield
-    library._destroy()  # type: ignore[no-untyped-call]
 
 
 def model_of(**changes: Any) -> Transformer:
-    """A bf16 model whose widths every precision takes, though int4 pads them."""
+    """A bf16 model whose widths every precision takes."""
     small = {"vocab_size": 512, "dim": 128, "n_heads": 8, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 128}
     return tiny_model(tiny_config(**small | changes), dtype=torch.bfloat16)
 
 
-WIDE = {"dim": 1024, "head_dim": 128, "ffn_dim": 1024}  # int4 pads nothing of it
+WIDE = {"dim": 1024, "head_dim": 128, "ffn_dim": 1024}
 
 
 def linears_of(model: nn.Module) -> list[nn.Linear]:
@@ -130,21 +101,16 @@ def test_layers_of_a_target_are_quantized_and_say_nearly_the_same(name: str, lea
 @pytest.mark.usefixtures("as_on_cuda")
 def test_some_rows_at_a_time_are_quantized_as_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = model_of().layers[0].attention.wqkv  # type: ignore[union-attr]
-    assert isinstance(linear, nn.Linear)
-    whole = TABLE["int4"]["cpu"].of(linear).weight.data
-    monkeypatch.setattr(precisions, "ROWS_AT_ONCE", 80)  # the last part is shorter
-    parts = TABLE["int4"]["cpu"].of(linear).weight.data
-    assert type(parts) is type(whole) and parts.shape == linear.weight.shape
-    (names, attributes), (_, expected) = parts.__tensor_flatten__(), whole.__tensor_flatten__()  # type: ignore[attr-defined]
-    assert attributes == expected
-    for each in names:
-        got, want = getattr(parts, each), getattr(whole, each)
+    whole = TABLE["int4"]["cpu"].of(linear)
+    monkeypatch.setattr(precisions, "ROWS_AT_ONCE", 128)  # the last part is shorter
+    parts = TABLE["int4"]["cpu"].of(linear)
+    for got, want in zip(parts.parameters(), whole.parameters(), strict=True):
         assert got.shape == want.shape and got.dtype == want.dtype
     # no bits: it stops improving when the mean error of what it looks at no longer falls
-    x = torch.eye(128, dtype=torch.bfloat16)
-    weights = [nn.functional.linear(x, w).t().float() for w in (parts, whole)]
-    errors = [(w - linear.weight.float()).norm() / linear.weight.float().norm() for w in weights]
+    errors = [(one.state_dict()["weight"] - linear.weight).norm() / linear.weight.norm() for one in (parts, whole)]
     assert errors[0] < 1.05 * errors[1] and errors[1] < 0.12
+    parts.load_state_dict(whole.state_dict())
+    assert (parts.state_dict()["weight"] - whole.state_dict()["weight"]).norm() < 0.02 * linear.weight.norm()
 
 
 @pytest.mark.usefixtures("as_on_cuda")

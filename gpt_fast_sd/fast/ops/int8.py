@@ -66,7 +66,7 @@ def _float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @_float8_rows.register_fake
 def _float8_rows_fake(rows: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows, dtype=FLOAT8), rows.new_empty(len(rows), dtype=torch.float32)
+    return torch.empty_like(rows, dtype=FLOAT8), rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -143,6 +143,23 @@ UPPER_TO_BF16 = _assembler(
     ("0x4140", "$0", "$2"),
     ("0x4342", "$1", "$3"),
 )
+# Four bytes of two nibbles -> two registers of the lower and two of the upper ones: behind 0x43 one is the bf16 of 128
+# and itself.
+NIBBLES_TO_BF16 = _assembler(
+    """
+    .reg .b32 low, high;
+    and.b32 low, $4, 0x0f0f0f0f;
+    shr.b32 high, $4, 4;
+    and.b32 high, high, 0x0f0f0f0f;
+""",
+    """    prmt.b32 {2}, {0}, 0x43, {1};
+""",
+    ("low", "0x4140", "$0"),
+    ("low", "0x4342", "$1"),
+    ("high", "0x4140", "$2"),
+    ("high", "0x4342", "$3"),
+)
+RAISED = tl.constexpr(136.0)  # what of such numbers stands for a group's zero: 128 and 8
 MISSING = tl.constexpr(7.5)  # the mean of what is not read of a number where the lower plane is not
 
 
@@ -249,6 +266,20 @@ def join_weights(b_up, b_low, ROWS: tl.constexpr):
     else:
         b_wide = tl.inline_asm_elementwise(WEIGHTS_TO_BF16, "=r,=r,r,r", [b_up, b_low], tl.bfloat16, PURE, 4)
     return b_wide
+
+
+@triton.jit
+def raised_nibbles(b_x, ROWS: tl.constexpr):
+    """128 and the lower nibble of each byte, and 128 and the upper one, in bf16. ROWS: see widen."""
+    PURE: tl.constexpr = ROWS >= 64 and cuda_capability_geq(10) and not cuda_capability_geq(12)
+    if INTERPRETED:
+        b_low = ((b_x & 15).to(tl.float32) + 128).to(tl.bfloat16)
+        b_high = ((b_x >> 4).to(tl.float32) + 128).to(tl.bfloat16)
+    else:
+        b_low, b_high = tl.inline_asm_elementwise(
+            NIBBLES_TO_BF16, "=r,=r,=r,=r,r", [b_x], (tl.bfloat16, tl.bfloat16), PURE, 4
+        )
+    return b_low, b_high
 
 
 @triton.jit

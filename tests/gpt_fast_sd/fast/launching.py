@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpt_fast_sd.fast.triton import decode, int8, prefill, select, sparse
+from gpt_fast_sd.fast.ops.int4_tiles import parts_of
+from gpt_fast_sd.fast.triton import decode, int4, int8, prefill, select, sparse
 from gpt_fast_sd.model import CacheLayer
 from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32, INT8, PLANES
 from tests.gpt_fast_sd.fast.references import layer_of
@@ -88,6 +89,17 @@ def product(
         x, scale = new(n_rows, n_in, dtype=dtype), new(n_out, dtype=FP32)
         weight, *lower = (new(n_out, n_in, dtype=torch.uint8 if n_planes else INT8) for _ in range(max(1, n_planes)))
         int8.linear(x, weight, scale, new(n_out, dtype=dtype) if biased else None, *lower, arch=cap)
+
+    (launch,) = launched(cap, call)
+    return launch
+
+
+def int4_product(cap: int, n_rows: int, n_in: int = 4096, n_out: int = 4096) -> Launch:
+    """The same of int4 weights in tiles."""
+
+    def call() -> None:
+        held = new(n_out // 64, n_in // 128, 4096, dtype=torch.uint8), new(n_in // 128, n_out, 2, dtype=BF16)
+        int4.linear(new(n_rows, n_in, dtype=BF16), *held, new(64, 128, dtype=BF16), parts_of(n_out, n_in), arch=cap)
 
     (launch,) = launched(cap, call)
     return launch

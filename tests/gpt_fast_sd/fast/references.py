@@ -7,6 +7,7 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K 
         H head dim, R = G * T, P pages, n pages chosen, C listed entries, W entries of the window, M = C + W.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd.fast.ops import choice, decode, int8, prefill, select, sparse
+from gpt_fast_sd.fast.ops import choice, decode, int4_tiles, int8, prefill, select, sparse
 from gpt_fast_sd.fast.ops.layer import layer_of as unflat
 from gpt_fast_sd.model import FORMATS, CacheLayer
 from gpt_fast_sd.policies import selection
@@ -169,6 +170,13 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
     return F.linear(x.float(), weight * scale[:, None], None if bias is None else bias.float()).to(x.dtype)
 
 
+def int4_tiles_linear(x: Tensor, numbers: Tensor, scale_and_zero: Tensor, _: Tensor) -> Tensor:
+    weight, (n_groups, n_out, _) = int4_tiles.written_out(numbers, scale_and_zero).float(), scale_and_zero.shape
+    parts = int4_tiles.parts_of(n_out, x.shape[1])
+    ends = [i * n_groups // parts * int4_tiles.GROUP for i in range(parts + 1)]
+    return torch.stack([x[:, a:b].float() @ weight[:, a:b].t() for a, b in itertools.pairwise(ends)])
+
+
 OPERATORS: dict[Callable[..., Any], Any] = {
     decode_attention: decode._decode,
     decode_attention_with_mass: decode._decode_with_mass,
@@ -194,3 +202,5 @@ select.guided_select.register_kernel("cpu")(selection.guided_select)
 select.quest_pages.register_kernel("cpu")(quest_pages)
 int8._int8_linear.register_kernel("cpu")(int8_linear)
 int8._float8_rows.register_kernel("cpu")(lambda rows: int8.scaled(rows, int8.FLOAT8))
+int4_tiles._int4_tiles_linear.register_kernel("cpu")(int4_tiles_linear)
+int4_tiles._int4_untile.register_kernel("cpu")(int4_tiles.written_out)

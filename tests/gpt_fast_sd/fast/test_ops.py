@@ -18,6 +18,7 @@ from torch import Tensor
 from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.fast import cpu, ops
 from gpt_fast_sd.fast.ops import decode
+from gpt_fast_sd.fast.ops.int4_tiles import tiled
 from gpt_fast_sd.fast.ops.layer import flat
 from gpt_fast_sd.fast.ops.planes import split
 from gpt_fast_sd.model import FORMATS, as_planes
@@ -80,6 +81,11 @@ def bounds() -> Tensor:
     return torch.randn(B, K, S // 16, 2 * H).bfloat16()
 
 
+def tiles() -> tuple[Tensor, Tensor]:
+    """An int4 weight [64, 128]."""
+    return tiled(torch.randint(16, (64, 128)).byte()), torch.randn(1, 64, 2).bfloat16()
+
+
 # of an operator, and of what else it is tried with
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cpu_attention": lambda: (*dense()[:-1], None, 256),
@@ -100,6 +106,8 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cpu_draw": lambda: (torch.rand(B, 50).softmax(-1), torch.rand(B)),
     "cpu_uniform": lambda: (torch.randint(99, (B,)), torch.randint(99, (B, 3)), 1),
     "int8_linear": lambda: (queries(), *kernels.quantize_rows(torch.randn(96, H)), torch.randn(96).bfloat16()),
+    "int4_tiles_linear": lambda: (torch.randn(5, 128).bfloat16(), *tiles(), torch.ones(64, 128).bfloat16()),
+    "int4_untile": lambda: tiles(),
     "float8_rows": lambda: (torch.randn(5, 96).bfloat16(),),
     "planes_linear": lambda: (queries(), *split(torch.randn(96, H).bfloat16()), torch.randn(96).bfloat16()),
     "decode_attention": lambda: (*dense(), 256),

@@ -5,6 +5,7 @@ Shapes: B slots or rows of scores, T tokens in this call, G query heads per kv h
 """
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 from gpt_fast_sd.fast.triton import filters as filters_triton
 from gpt_fast_sd.fast.triton import select as select_triton
 from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32, PLANES
-from tests.gpt_fast_sd.fast.launching import bound, launched, new, product
+from tests.gpt_fast_sd.fast.launching import bound, int4_product, launched, new, product
 from tests.gpuless.aot import assert_fits, assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch
 from tests.helpers import few
@@ -202,3 +203,14 @@ def test_a_kernel_serves_every_number_of_rows_of_its_tile(cap: int) -> None:
 def test_tiles_of_rows_are_neighbours_and_few_outputs_make_smaller_blocks() -> None:
     assert product(90, 16).grid == (1, 128) and product(90, 100).grid == (2, 128)
     assert product(90, 64, 4096, 28672).grid == (1, 448)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "cap"), few(itertools.product([1, 24, 64], [80, 90, 89, 100, 120]), [(1, 90), (24, 80), (64, 100)])
+)
+def test_int4_numbers_go_from_memory_to_the_tensor_cores_without_another_layout(n_rows: int, cap: int) -> None:
+    for n_in, n_out in WEIGHTS:
+        kernel = int4_product(cap, n_rows, n_in, n_out).compiled
+        assert_lean(kernel, cap)
+        loop = " ".join(max(kernel.loops, key=len))
+        assert not re.search(r"\b(I2F|STSM?|SHFL)\b", loop) and kernel.hmma + kernel.hgmma + kernel.utcmma > 0

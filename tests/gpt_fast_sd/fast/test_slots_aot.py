@@ -20,7 +20,7 @@ import triton
 
 from measuring.chips import CHIPS
 from tests.gpt_fast_sd.fast.dense import FP16, INT8, PLANES
-from tests.gpt_fast_sd.fast.launching import attended, product
+from tests.gpt_fast_sd.fast.launching import attended, int4_product, product
 from tests.gpuless.aot import assert_overlapping
 from tests.gpuless.driver import Launch
 
@@ -40,11 +40,20 @@ def slots_offered(chip: str) -> float:
 
 
 def slots_taken(launch: Launch) -> float:
-    """Slots that the loop of a kernel takes for a KiB from memory: attention of few rows or a product of int8 weights.
+    """Slots that the loop of a kernel takes for a KiB from memory: attention of few rows or a product.
 
     Tiles of rows beyond the first find in the cache what it has read, and take slots as it does.
     """
     given, warps = launch.kwargs, launch.compiled.warps
+
+    def copied(loop: list[str]) -> int:
+        copies = re.findall(r"LDGSTS\.[A-Z.]*(64|128)?", " ".join(loop))
+        return 32 * warps * sum(int(bits or 32) // 8 for bits in copies)
+
+    if launch.name == "tiles_kernel":  # two groups of 64 outputs, with their scales
+        loop = max(launch.compiled.loops, key=len)
+        assert 0 <= copied(loop) - 2 * (4096 + 256 * given["BLOCK_M"]) <= 512, "and some scales"
+        return len(loop) * warps * launch.grid[0] * KIB / (2 * (4096 + 256))
     if "p_w" in given:
         tiles, n_bytes = launch.grid[0], given["BLOCK_N"] * given["BLOCK_K"] * (1 if given["p_low"] is None else 2)
         one_block = n_bytes + 2 * given["BLOCK_M"] * given["BLOCK_K"]  # rows are in the cache
@@ -53,10 +62,6 @@ def slots_taken(launch: Launch) -> float:
         plane = 2 * given["BLOCK_N"] * given["p_k"].shape[3] * given["p_k"].element_size()
         one_block = plane * (1 if given["p_k_low"] is None else 2)
         n_bytes = plane if given["TAIL"] else one_block  # copies of the lower plane are masked, but issued
-
-    def copied(loop: list[str]) -> int:
-        copies = re.findall(r"LDGSTS\.[A-Z.]*(64|128)?", " ".join(loop))
-        return 32 * warps * sum(int(bits or 32) // 8 for bits in copies)
 
     # of two loops over planes the one that reads less runs for most keys
     n_copied = min(filter(None, map(copied, launch.compiled.loops)))
@@ -75,7 +80,8 @@ ATTENTION = {
     "16": ("decode", 4), "32": ("decode", 8), "32_mass": ("mass", 8), "64": ("decode", 16), "72": ("decode", 18),
     "list_16": ("sparse", 4), "list_32": ("sparse", 8),
 }  # fmt: skip
-OF_WEIGHTS = {"int8_linear": 0, "planes_linear": 2, "planes_linear_upper": 1}  # how many planes of weights are read
+# how many planes of weights are read
+OF_WEIGHTS = {"int8_linear": 0, "planes_linear": 2, "planes_linear_upper": 1, "int4_linear": 0}
 PRODUCTS = {f"{n_rows}_x_{n_out}": (n_rows, n_out) for n_out in (4096, 28672) for n_rows in (16, 32, 64)}
 # (what is read, sm_<cap>) -> slots for a KiB in each column of ATTENTION or PRODUCTS: 3 % above what Triton 3.7.1 needs
 CEILINGS = {
@@ -97,6 +103,8 @@ CEILINGS = {
     ("planes_linear_upper", 89): (170, 192, 244, 135, 151, 184),
     ("planes_linear_upper", 90): (154, 174, 243, 164, 170, 187),
     ("planes_linear_upper", 100): (150, 172, 243, 149, 155, 172),
+    ("int4_linear", 80): (164, 221, 417, 159, 217, 412), ("int4_linear", 89): (168, 227, 417, 159, 220, 412),
+    ("int4_linear", 90): (164, 188, 239, 156, 181, 235), ("int4_linear", 100): (296, 311, 323, 296, 313, 328),
 }  # fmt: skip
 OLDER = 1.4 if triton.__version__.startswith("3.6.") else 1.0  # whose loops over lists are up to 40 % longer
 
@@ -122,6 +130,8 @@ def built(name: str, column: str, cap: int) -> Launch:
     """The kernel that reads: keys and values of 128 dims, or weights of 4,096 inputs."""
     if column in PRODUCTS:
         n_rows, n_out = PRODUCTS[column]
+        if name == "int4_linear":
+            return int4_product(cap, n_rows, n_out=n_out)
         return product(cap, n_rows, n_out=n_out, n_planes=OF_WEIGHTS[name])
     op, n_tokens = ATTENTION[column]
     return attended(op, cap, n_tokens=n_tokens, **FORMATS[name])[0]
@@ -140,7 +150,7 @@ def test_a_loop_takes_no_more_issue_slots_than_it_is_known_to(name: str, column:
 def test_the_page_about_gpus_shows_the_ceilings() -> None:
     names = {"bf16": "bf16, fp16", "int8": "int8", "planes": "planes, both", "upper_plane": "the upper plane",
              "int8_linear": "int8 weights", "planes_linear": "weights in planes, both",
-             "planes_linear_upper": "the upper plane of weights"}  # fmt: skip
+             "planes_linear_upper": "the upper plane of weights", "int4_linear": "int4 weights"}  # fmt: skip
     rows = [["percent", *(chip.upper() for chip in CHIP)], ["---"] * 6]
     for name, title in names.items():
         every = [[f"{share:.0f}" for share in percents(name, chip)] for chip in CHIP]

@@ -109,3 +109,10 @@ def test_every_weight_in_planes_becomes_its_number_over_the_scale_of_its_row_in_
     held = planes.split(torch.zeros(len(both), 4).bfloat16())
     held = held._replace(upper=upper, lower=lower, scale=torch.ones(len(both)))
     assert exact.equal(planes.join(held).double()) and len(both) > 2**12
+
+
+def test_every_byte_becomes_128_and_each_of_its_nibbles_in_its_own_place() -> None:
+    places = torch.stack([torch.arange(256).roll(17 * i) for i in range(4)], -1)
+    out = execute(triton_common.NIBBLES_TO_BF16.value, packed(places))
+    low, high = (torch.cat([halves(register, torch.bfloat16) for register in pair], -1) for pair in (out[:2], out[2:]))
+    assert low.equal(128.0 + places.double() % 16) and high.equal(128.0 + (places // 16).double())

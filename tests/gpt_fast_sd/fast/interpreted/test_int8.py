@@ -1,4 +1,4 @@
-"""Interpreted products with int8 weights: a row's bits are its own, and many rows take one copy; see test_fuzz, too.
+"""Interpreted products with narrow weights: a row's bits are its own, and many rows take one copy; see test_fuzz, too.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.fast.ops import int8, planes
+from gpt_fast_sd.fast.ops import int4_tiles, int8, planes
 from gpt_fast_sd.fast.triton import common as triton_common
+from gpt_fast_sd.fast.triton import int4 as int4_triton
 from gpt_fast_sd.fast.triton import int8 as int8_triton
 from tests.gpt_fast_sd.fast.dense import BF16, NAN
 from tests.helpers import Noting, few
@@ -75,3 +76,23 @@ def test_weights_in_planes_or_kept_whole_multiply_as_in_fp64(n_rows: int, monkey
         assert ((got.double() - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-20 * most).all()
         is_held = torch.ones(40, dtype=torch.bool).index_fill(0, held.rows, lower is None)
         assert int8_triton.joined(held.upper, lower, held.scale)[is_held].equal(exact[is_held])
+
+
+@pytest.mark.parametrize("n_rows", few([1, 17, 64, 70], [17]))
+def test_int4_weights_in_tiles_multiply_as_in_fp64(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_common, "architecture", lambda: 90)
+    generator = torch.Generator().manual_seed(n_rows)
+    numbers = torch.randint(16, (128, 1280), generator=generator).to(torch.uint8)  # 10 groups in 3 parts
+    scale, zero = (torch.randn(10, 128, generator=generator).to(BF16) for _ in range(2))
+    held = int4_tiles.Int4Tiles(int4_tiles.tiled(numbers), torch.stack([scale, zero], -1))
+    assert int4_tiles.untiled(held.numbers).equal(numbers)
+    whole = numbers.double().unflatten(1, (10, 128)) - 8
+    exact = (whole * scale.double().t()[..., None] + zero.double().t()[..., None]).flatten(1)
+    x = torch.randn(n_rows, 1300, generator=generator).to(BF16)[:, :1280]
+    ones = torch.ones(64, 128, dtype=BF16)
+    got = int4_tiles._int4_tiles_linear._init_fn(x, *held, ones)
+    most = x.double().abs() @ (exact.abs() + 136 * scale.double().abs().t().repeat_interleave(128, 1)).t()
+    assert len(got) == 3 and ((got.double().sum(0) - x.double() @ exact.t()).abs() <= 2.0**-21 * most).all()
+    assert int4_tiles._int4_tiles_linear._init_fn(x[-1:], *held, ones)[:, 0].equal(got[:, -1]) or n_rows > 16
+    for copied in (int4_triton.untile(*held), int4_tiles.dequantize_tiles(held)):
+        assert copied.dtype == BF16 and ((copied.double() - exact).abs() <= 2.0**-8 * exact.abs()).all()
