@@ -61,7 +61,7 @@ AUTO = "--draft auto --gamma auto --temperature 0,0.8 --max-new-tokens 128 --pai
 FIXED = f"{MODEL} --batch 1,4 --context 512,4k --temperature 0,0.8 --max-new-tokens 128 --pairs 2 --text TEXTS"
 SLOWER = "eager 'BF16, F16 KV, flash off' 'BF16, F16 KV, flash on' 'BF16, BF16 KV, flash off' \
 'smaller weights, repacked, flash off' 'smaller weights, repacked, flash on'"  # without instructions for bf16
-PEERS = "peers.py --model smollm2 --text TEXT --contexts 512,4000,7500 --repeats 3"
+PEERS = "peers.py --model smollm2 --text TEXT --repeats 3 --contexts"
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,14 @@ def where(row: Record) -> str:
     return f"{row['context']:,} x {row['batch']}"
 
 
+def drafted_of(point: Record) -> float:
+    """The share of a point's rounds that drafted."""
+    return float(1 - point["rounds_by_gamma"].get("0", 0) / sum(point["rounds_by_gamma"].values()))
+
+
 def who(point: Record) -> str:
     """Who drafted in most rounds of the last run of a point, and the share of all rounds that drafted."""
-    arms, n = [one for one in point.get("found", []) if one["rounds"]], sum(point["rounds_by_gamma"].values())
-    drafted = 1 - point["rounds_by_gamma"].get("0", 0) / n
+    arms, drafted = [one for one in point.get("found", []) if one["rounds"]], drafted_of(point)
     if not arms or drafted < 0.01:
         return "nobody"
     return f"{max(arms, key=lambda one: one['rounds'])['name']} ({drafted:.0%})"
@@ -145,6 +149,7 @@ def of_sweep(found: Record) -> list[str]:
     columns += [column for t in temperatures for column in at(t)]
     ratios = [steady_of(point)["median"] for point in measured(found)]
     n_rows, n_equal = equal_rows(found)
+    idle = [steady_of(point)["median"] for point in measured(found) if drafted_of(point) < 0.02]
     said = (
         f"`auto` makes {min(ratios):.2f}x to {max(ratios):.2f}x of plain decoding; {sum(r >= 0.98 for r in ratios)} of "
         f"{len(ratios)} cells are at 0.98x or more. In brackets: the least and the greatest pair, and the share of "
@@ -152,6 +157,11 @@ def of_sweep(found: Record) -> list[str]:
         f"themselves, which makes them easy to look up. {n_equal} of {n_rows} greedy rows equal plain decoding, token "
         "for token."
     )
+    if idle:
+        said += (
+            f" In {len(idle)} cells fewer than 2 % of the rounds drafted, so that both sides ran the same steps: their "
+            f"{min(idle):.2f}x to {max(idle):.2f}x are how far two runs of one program part on this machine."
+        )
     return [*Table(*columns).markdown(cells[key] for key in sorted(cells)), "", said]
 
 
@@ -350,12 +360,16 @@ PARTS = (
     Part("int8_cache", f"{QUALITY} --kv-dtype int8"),
     Part("int8_weights", f"{QUALITY} --quantize int8"),
     Part("int4_weights", f"{QUALITY} --quantize int4"),
-    Part("peers", f"{PEERS} --batches 1,8 --steps 8 --agree 8 --without {SLOWER}", of_peers, goes_on=True),
+    Part("peers", f"{PEERS} 512,4000 --batches 1,8 --steps 8 --agree 8 --without {SLOWER}", of_peers, goes_on=True),
+    Part(
+        "peers_longer", f"{PEERS} 7500 --batches 1,8 --steps 8 --agree 0 --peers ours,llama.cpp --without {SLOWER}",
+        of_peers, goes_on=True,
+    ),
     Part(
         "peers_bundled", "peers.py --text TEXT --contexts 512,8192,16000 --batches 1,8 --steps 16 --agree 0 "
         f"--repeats 5 --peers ours,llama.cpp --without {SLOWER}", of_peers, goes_on=True,
     ),
-    Part("speculation", f"{PEERS} --llama-bin LLAMA", of_speculation, goes_on=True),
+    Part("speculation", f"{PEERS} 512,4000 --llama-bin LLAMA", of_speculation, goes_on=True),
 )  # fmt: skip
 NAMED = {part.name: part for part in PARTS}
 ON_FRONT = "first", "sweep", "long"  # what README tells of
@@ -367,6 +381,7 @@ PAGE: dict[str, tuple[str, ...]] = {  # headings, and the parts below each
     "Acceptance over the budget": ("accepted_greedy", "accepted_sampled"), "Where a step's time goes": ("steps",),
     "Fewer bits: speed": ("precision",), "Fewer bits: what they cost": ("int8_cache", "int8_weights", "int4_weights"),
     "Lossless": ("proof",), "Next to others: plain decoding": ("peers",),
+    "The same at 7,500 tokens, llama.cpp alone": ("peers_longer",),
     "The same, the bundled model": ("peers_bundled",), "Next to others: speculation, one row": ("speculation",),
 }  # fmt: skip
 
