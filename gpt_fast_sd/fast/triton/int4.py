@@ -85,10 +85,11 @@ def tiles_kernel(
 def linear(x: Tensor, numbers: Tensor, scale_and_zero: Tensor, ones: Tensor, parts: int, *, arch: int | str) -> Tensor:
     """x W' by parts of the inputs: bf16 x [M, I], last stride 1, and a weight as Int4Tiles -> fp32 [S, M, O]."""
     (n_rows, n_in), (n_groups, n_out, _) = x.shape, scale_and_zero.shape
-    assert family(arch) and x.dtype == torch.bfloat16 and x.stride(1) == 1 and n_in == 128 * n_groups
+    assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and n_in == 128 * n_groups
     _check(numbers, scale_and_zero)
     out = torch.empty((parts, n_rows, n_out), dtype=torch.float32, device=x.device)
-    block_m = min(max(16, triton.next_power_of_2(n_rows)), 64)
+    # three sums of 64 rows would be more than the registers where they are not wgmma's
+    block_m = min(max(16, triton.next_power_of_2(n_rows)), 64 if family(arch) == 90 else 32)
     tiles_kernel[triton.cdiv(n_rows, block_m), len(numbers), parts](
         x, numbers, scale_and_zero, ones, out, n_rows, n_in, n_out, x.stride(0),
         PARTS=parts, BLOCK_M=block_m, STAGES=STAGES[block_m], num_warps=4,
