@@ -25,7 +25,7 @@ def launches(op: str, *, n_rows: int = 1, n_entries: int = 1, page: int = 1, ite
     """
     if op in FIXED:
         return FIXED[op]
-    if op in ("int8_linear", "int4_tiles_linear", "planes_linear"):
+    if op in ("int8_linear", "planes_linear"):
         return 1 if n_rows <= MOST_TILED else 2  # a copy of the weight, and a product
     if op == "sparse_attention":
         return 1 if n_entries <= ONE_CHUNK else 2  # chunks, and their merge, which lists of many rows may lack
