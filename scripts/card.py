@@ -98,8 +98,11 @@ def found(engine: Engine, stats: EngineStats) -> Rows:
     timed, others = ([one for one in planner.found() if (one.speed is None) == out] for out in (False, True))
     rows = []
     for one in timed:
-        when = "tried" if one.rounds else "not tried" if one.acceptance is None else "tried before"
-        kept = "by its steps alone" if one.acceptance is None else f"{one.acceptance:.0%} of first drafts kept"
+        only_judged = one.judged and not one.rounds
+        before = "judged" if only_judged else "tried before"
+        when = "tried" if one.rounds else "not tried" if one.acceptance is None else before
+        kept = "would be kept" if only_judged else "kept"
+        kept = "by its steps alone" if one.acceptance is None else f"{one.acceptance:.0%} of first drafts {kept}"
         rows.append((when, f"{one.name}: {one.rounds:,} rounds, {one.speed:.2f} x of plain, {kept}"))
     arms = {arm.quantize for arm in engine.policy.arms} | {engine.config.quantize}
     if no_copies := {*copies(engine._plan.system)} - arms:

@@ -1,9 +1,11 @@
 """Who drafts, and how much: from measured step times and acceptance of each candidate, an arm, at a bounded cost.
 
 As a GammaPlanner, but over several arms (policy, view, precision of the draft's weights), whose rounds share the
-target's step times. An arm that has shown little is tried only while the value that it may have, by what is hoped of it
-(optimism in the face of uncertainty, Auer et al. 2002), beats what is known best; what tries lose beside that best is
-added up, and none is begun that might take the sum past a share of the run as far as it is known (a budget of regret).
+target's step times. What lookup gains is told by the tokens that come without it, see LookupTrials. Another arm that
+has shown little is tried only while the value that it may have, by what is hoped of it (optimism in the face of
+uncertainty, Auer et al. 2002), beats what is known best; what tries lose beside that best is added up, and none is
+begun that might take the sum past a share of the run as far as it is known (a budget of regret). Nor does an arm draft
+once all that did, and were no tries, have lost a share beside plain rounds.
 """
 
 from __future__ import annotations
@@ -29,16 +31,19 @@ from .gamma_planner import (
     over_rows,
     rising,
 )
+from .lookup_trials import LookupTrials
 
 MOST_ARMS = 64
 TRYING = 0.012  # share of a run that tries may lose ...
 PAYING = 0.024  # ... and those that are expected to gain, which lose only where that was wrong
+LOSING = 0.012  # ... and rounds that were no tries, beside plain ones, before none drafts for a while
 HORIZON = 200.0  # tokens a row that a run is expected to bring at most: rows may end before they have all they may
 SURPRISE = 1.3  # times what was expected that a round takes, or less by as much
 AT_FIRST = 2  # rounds of a run that are plain, and timed, beside which others are judged ...
+BRIEF = 0.005  # ... and one more where they are shorter than so many seconds, as they are longer just after others
 MOST_AT_FIRST = 8  # ... where a clock tells what they take; else so many
 LEAST = 1e-9  # seconds: a clock may stand still
-FAR = 4.0  # times as slow, or as fast, that a first round may say the machine is
+FAR, FAST = 4.0, 2.0  # times as slow, or as fast, that a first round may say the machine is
 HICCUP = 2.0  # times what a round was expected to take that it may have lost: the rest is the machine's
 SETTLES = 4  # rounds of another arm, or gamma, which show what it takes; later ones show how fast the machine is
 FOLLOWS = 0.3  # weight of a round in how fast the machine is
@@ -46,8 +51,11 @@ STEADY = 8  # rounds for which what is best is not asked again, and at most of a
 ASKING, ASKED = 0.0002, 0.005  # ... about so many seconds, which may be this share of a run of short rounds ...
 LAST_STEADY = 64  # ... and no more rounds than these
 RECORDING, SELDOM_RECORDED = 0.00003, 8  # seconds that recording a plain round takes; at least one of so many is
-KNOWN = 12.0  # first drafts after which what a view gains is known
-HOPE_WEIGHT = 3.0  # number of drafts that what is hoped of a view counts as
+KNOWN = 12.0  # first drafts after which what a view gains is known ...
+LOOKUP, LOOKED_UP = "lookup", 4  # ... of this view once the run's tokens have judged so many drafts, without a try
+SURE, UNSURE = 16, 2  # rounds of the best arm in a run, up to which it is asked again after so many
+HOPE_WEIGHT = 3.0  # number of drafts that what is hoped of a view counts as ...
+OWN_WEIGHT = 4.0  # ... and what is expected of a model's: refusals come in rows, and two of them tell little
 KIN = 8.0  # number of drafts that what arms with the same view have shown counts as for each of them
 FADE = 0.997  # of what an arm has shown, per round of others: texts change
 BETTER = 0.03  # acceptance that one may hope to be above what is expected by that of arms with the same view
@@ -64,7 +72,7 @@ class Arm:
     view: of arms that differ in precision alone, which have nearly the same acceptance: a share of it. hope, expected:
     acceptance at best and on average. like, lift: a view whose acceptance tells more, as this one is right wherever
     that one is, and in some of the other cases. step: seconds of its steps as a share of the target's on few keys,
-    before they are timed.
+    before they are timed. ngram: for lookup, tokens of the longest match.
     """
 
     name: str
@@ -75,6 +83,7 @@ class Arm:
     like: str | None = None
     lift: float = 0.0
     step: float = 1.0
+    ngram: int = 0
 
 
 # by who drafts: acceptance at best and on average, and a view whose acceptance tells more, with the lift above it.
@@ -95,7 +104,7 @@ def arm_of(draft: DraftConfig, size: float = 1.0) -> Arm:
     share, step = SHARES.get(draft.quantize or "", (1.0, 1.0))
     return Arm(
         " ".join(filter(None, (draft.policy, draft.quantize))), draft.policy, hope, expected, share, like, lift,
-        0.0 if draft.policy == "lookup" else SOONER * step * size,
+        *((0.0, draft.ngram) if draft.policy == LOOKUP else (SOONER * step * size, 0)),
     )  # fmt: skip
 
 
@@ -103,7 +112,8 @@ def arm_of(draft: DraftConfig, size: float = 1.0) -> Arm:
 class Found:
     """What is known of an arm: its best gamma, speed over plain decoding, acceptance of first drafts, and rounds.
 
-    None: it was not timed, as what is hoped of it would not pay, or it has not drafted.
+    None: it was not timed, as what is hoped of it would not pay, or nothing is known of its drafts. judged: tokens of
+    the run have judged what it would have drafted.
     """
 
     name: str
@@ -111,6 +121,7 @@ class Found:
     speed: float | None
     acceptance: float | None
     rounds: int
+    judged: bool = False
 
 
 class DraftPlanner:
@@ -134,10 +145,11 @@ class DraftPlanner:
         self._going: Key = (0, 0)  # of the rounds since, which may be a try
         self._skipped = 0  # plain rounds that were not recorded, since one was
         self._since_plain = 0
-        self.seconds_run = self.lost = self._best = 0.0
+        self.seconds_run = self.lost = self._best = self._gained = 0.0
         self._n_keys, self._rounds = 1, [0] * len(self.arms)
         self._steady = self._after = self._plain_seen = self._at_first = 0
-        self._every, self._beginning = 1, True
+        self._every, self._beginning, self._stalled = 1, True, False
+        self._looked_up = 0  # drafts that this run's tokens have judged
 
     @property
     def plain(self) -> GammaPlanner:
@@ -203,11 +215,12 @@ class DraftPlanner:
     def begin(self) -> None:
         """A new run: acceptance in earlier ones counts little, least what was looked up, as it is of their texts."""
         for view, planner in (*zip((arm.view for arm in self.arms), self.of, strict=True), *self.of_view.items()):
-            planner.begin(PRIOR_WEIGHT if view == "lookup" else KEPT_WEIGHT)
-        self.seconds_run = self.lost = 0.0
+            planner.begin(PRIOR_WEIGHT if view == LOOKUP else KEPT_WEIGHT)
+        self.seconds_run = self.lost = self._gained = 0.0
         self._steady, self._rounds = 0, [0] * len(self.arms)
         self._before, self._plain_seen, self._beginning = None, 0, True
-        self._skipped = self._at_first = 0
+        self._skipped = self._at_first = self._looked_up = 0
+        self._stalled = False
 
     def rates(self, i: int, n: int = MAX_GAMMA, *, hoped: bool = False) -> list[float]:
         """The chance of the first, second, ... n-th draft of an arm; hoped: as high as it may still turn out to be."""
@@ -217,11 +230,12 @@ class DraftPlanner:
             lift = min(1.0, (1 + hoped) * arm.lift)
             prior = [rate + (1 - rate) * lift for rate in self.of_view[arm.like].rates(n=n)]
         better = BETTER if hoped else 0.0
-        kin = of_view.rates(prior, HOPE_WEIGHT if hoped else PRIOR_WEIGHT, n)
+        weight = HOPE_WEIGHT if hoped else PRIOR_WEIGHT if arm.view == LOOKUP else OWN_WEIGHT
+        kin = of_view.rates(prior, weight, n)
         return self.of[i].rates([min(0.999, arm.share * (rate + better)) for rate in kin], KIN, n)
 
     def _shows(self, view: str) -> bool:
-        return self.of_view[view].shown >= KNOWN
+        return self._looked_up >= LOOKED_UP if view == LOOKUP else self.of_view[view].shown >= KNOWN
 
     def _seconds(self, n_keys: int) -> dict[int, dict[int, float]]:
         """Those of the rounds of each arm that is ready, by gamma."""
@@ -251,7 +265,10 @@ class DraftPlanner:
         speeds, took = {(0, 0): plain}, self._seconds(n_keys)
         for i in self.ready:
             speeds |= self._speeds(i, took[i])
-        known = {key: speed for key, speed in speeds.items() if not key[1] or self._shows(self.arms[key[0]].view)}
+        least = self.seconds_run + min(self.to_come, HORIZON) * self.plain.seconds(0, n_keys)  # of the run, if plain
+        may = self._gained > -LOSING * least
+        shown = {i for i in self.ready if may and self._shows(self.arms[i].view)}
+        known = {key: speed for key, speed in speeds.items() if not key[1] or key[0] in shown}
         best = max(known, key=lambda key: known[key])
         if self._last in known and known[best] < GAIN * known[self._last]:
             best = self._last
@@ -270,6 +287,8 @@ class DraftPlanner:
         asking = ceil(ASKING / (ASKED * seconds))
         self._every = min(ceil(RECORDING / (ASKED * seconds)), SELDOM_RECORDED)
         self._steady = min(max(STEADY, asking), LAST_STEADY)
+        if best[1] and self._rounds[best[0]] < SURE:
+            self._steady = min(self._steady, max(UNSURE, asking // STEADY))
         if tried is not None:
             at_worst = took[tried[0]][tried[1]] - 1 / known[best] if tried[1] else inf  # lost if no draft is kept
             room = paying if speeds[tried] >= known[best] else room
@@ -293,7 +312,7 @@ class DraftPlanner:
         best, could = speeds[known], list[Key]()
         if paying_room <= 0:
             return None
-        for i in self.ready:
+        for i in (i for i in self.ready if self.arms[i].view != LOOKUP):
             hoped = self._speeds(i, took[i], hoped=True)
             unknown = not self._shows(self.arms[i].view)
             could += [
@@ -318,19 +337,23 @@ class DraftPlanner:
             speeds = self._speeds(i, seconds[i])
             (_, gamma), speed = max(speeds.items(), key=lambda one: one[1], default=((i, 0), 0.0))
             seen = self.of[i].shown
-            known.append(Found(arm.name, gamma, speed * plain, self.rates(i)[0] if seen else None, self._rounds[i]))
+            judged = arm.view == LOOKUP and self._shows(LOOKUP)
+            kept = self.rates(i)[0] if seen else None
+            known.append(Found(arm.name, gamma, speed * plain, kept, self._rounds[i], judged))
         return sorted(known, key=lambda one: -(one.speed or 0.0))
 
     def why_not(self) -> str:
         """Why nothing pays, in a sentence; "" where something does."""
-        if any(one.speed and one.speed > GAIN and one.rounds for one in self.found()):
+        if any(one.speed and one.speed > GAIN and (one.rounds or one.judged) for one in self.found()):
             return ""
         plain, n, (gamma, *_) = self.plain.seconds(0, self._n_keys), self._n_keys, self.tiers[1:]
-        steps = [self.of[i].seconds(gamma, n) / plain for i in self.ready if self.arms[i].view != "lookup"]
+        steps = [self.of[i].seconds(gamma, n) / plain for i in self.ready if self.arms[i].view != LOOKUP]
         costs = self.plain.seconds(gamma, n) / plain
         rounds = f", with a draft at least {min(steps):.1f}" if steps else ""
         if not any(self._rounds):
-            return f"verifying {gamma + 1} tokens costs {costs:.1f} plain steps here{rounds}: nothing was worth a try"
+            judged = "too few of lookup's drafts would be kept, and " * self._shows(LOOKUP)
+            rounds += f": {judged}nothing was worth a try"
+            return f"verifying {gamma + 1} tokens costs {costs:.1f} plain steps here{rounds}"
         return (
             f"verifying {gamma + 1} tokens costs {costs:.1f} plain steps here{rounds}: too few drafts were kept for it"
         )
@@ -371,6 +394,29 @@ class DraftPlanner:
             planner._count(gamma, accepted)
         self._count(gamma, seconds or 0.0, expected, accepted, arm)
 
+    @property
+    def _lookup(self) -> int | None:
+        """The arm that looks up, if it is ready."""
+        return next((i for i in self.ready if self.arms[i].view == LOOKUP), None)
+
+    def reader(self, text: Sequence[int]) -> LookupTrials | None:
+        """Who judges what lookup would draft for a row that begins; None: nobody, as it may not be chosen."""
+        if self._lookup is None:
+            return None
+        return LookupTrials(text, self.arms[self._lookup].ngram, max(self.tiers))
+
+    def count_lookup(self, rows: Sequence[tuple[LookupTrials, Sequence[int]]], gamma: int, *, arm: int) -> None:
+        """Count what lookup would have drafted for rows that continue with what a round of an arm emitted."""
+        if (i := self._lookup) is None:
+            return
+        own, known = arm == i and gamma > 0, self._shows(LOOKUP)
+        trials = [one for row, new in rows for one in (row.follow_own(new, gamma) if own else row.follow(new))]
+        for planner in (self.of[i], self.of_view[LOOKUP]):
+            planner.count_trials(trials, anew=not own)
+        self._looked_up += len(trials)
+        if self._shows(LOOKUP) and not known:
+            self._steady = 0
+
     def _skips(self, gamma: int) -> bool:
         """Whether a plain round among others is left out: recording takes time, and one of several tells of all."""
         self._skipped += 1
@@ -398,14 +444,18 @@ class DraftPlanner:
         self._before = who
         if not who[1] and self._beginning:  # the first one may be slow for once, as threads awake
             self._plain_seen += 1
-            self._beginning = self._plain_seen < AT_FIRST
-            surprise = min(max(surprise, 1 / FAR), FAR)
-            self.slowness *= surprise if self._plain_seen == 1 else min(1.0, surprise)
+            self._beginning = self._plain_seen < AT_FIRST + (expected < BRIEF)
+            first = self._plain_seen == 1
+            self.slowness *= min(max(surprise, 1 / FAST), FAR) if first else min(max(surprise, 1 / FAR), 1.0)
             return False, self.slowness
         learns = self._same < SETTLES
         if learns and not 1 / SURPRISE < surprise < SURPRISE:
             self._steady = 0
+            if not who[1] and surprise > 1 and not self._stalled:  # one may stall for once, as something else runs
+                self._stalled = True
+                return False, slowness
             verify.seen = min(verify.seen, 1)  # what was known is known no longer: it is asked again soon
+        self._stalled = self._stalled and bool(who[1])
         of_arm = max(RATE, 1 / (2 + verify.seen)) if learns else 0.0
         self.slowness *= 1 + FOLLOWS * (1 - of_arm) * (min(surprise, 1.5) - 1)
         return learns, slowness if learns else self.slowness
@@ -428,12 +478,18 @@ class DraftPlanner:
         self.seconds_run += seconds + (skipped * self.plain.seconds(0, self._n_keys) if skipped else 0.0)
         view = self.arms[arm].view if gamma and accepted else None
         own = (self.of[arm], self.of_view[view]) if view else ()
-        for planner in self._all:
+        judged = () if self._lookup is None else (self.of[self._lookup], self.of_view[LOOKUP])
+        for planner in (one for one in self._all if one not in judged):  # every round shows what those gain
             planner.fade(FADE ** (skipped + (planner not in own)))
         if not view:
             return
         self._rounds[arm] += 1
+        emitted = 1 + sum(accepted) / len(accepted)
         if seconds and self._best and (not self._shows(view) or (arm, gamma) != self._last):
-            self.lost = max(0.0, self.lost + seconds - (1 + sum(accepted) / len(accepted)) / self._best)
+            self.lost = max(0.0, self.lost + seconds - emitted / self._best)
+        elif seconds:
+            self._gained += emitted * self.plain.seconds(0, self._n_keys) - seconds
+            if self._gained < 0:
+                self._steady = min(self._steady, UNSURE)
         if self.of_view[view]._count(gamma, accepted):  # the text is another: what is best is asked at once
             self._steady = 0

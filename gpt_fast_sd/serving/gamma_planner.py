@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from statistics import fmean, mean
 
+from .lookup_trials import LookupTrials, Trial
+
 Measure = Callable[
     [int, int], tuple[float, float]
 ]  # (gamma, n_keys) -> seconds of drafting per token (for 1 and the highest tier), seconds of the target's step
@@ -255,6 +257,23 @@ class GammaPlanner:
             self.start.correction = self.draft.correction
         self._count(gamma, accepted)
 
+    def count_trials(self, trials: Sequence[Trial], *, anew: bool = True) -> None:
+        """Count drafts that no round verified. anew: they are those of a round, and not of one that is recorded."""
+        self._apply()
+        if anew:
+            self._decay()
+            self._refused *= DECAY
+        if (0, True) in trials:
+            self._refused, self._luck = 0.0, 1.0
+        for i, accepted in trials:
+            if i < len(self._trials):
+                self._trials[i] += 1
+                self._accepted[i] += accepted
+
+    def _decay(self) -> None:
+        self._trials = [trials * DECAY for trials in self._trials]
+        self._accepted = [accepted * DECAY for accepted in self._accepted]
+
     def _count(self, gamma: int, accepted: Sequence[int]) -> bool:
         """Count a round, and its accepted drafts -> whether they tell that the text is another than before."""
         if not gamma:
@@ -262,9 +281,10 @@ class GammaPlanner:
             return False
         self._apply()
         anew = self._is_another_text(accepted)
-        for i in range(len(self._trials)):
-            self._trials[i] = self._trials[i] * DECAY + (sum(n >= i for n in accepted) if i < gamma else 0)
-            self._accepted[i] = self._accepted[i] * DECAY + sum(n > i for n in accepted)
+        self._decay()
+        for i in range(min(gamma, len(self._trials))):
+            self._trials[i] += sum(n >= i for n in accepted)
+            self._accepted[i] += sum(n > i for n in accepted)
         self._plain_rounds, self._since_plain = 0, self._since_plain + 1
         self._drafting_rounds += 1
         if self._drafting_rounds >= PAYING:
@@ -328,6 +348,12 @@ class GammaPlanner:
             rate = (accepted + weight * rate) / (trials + weight)
             rates.append(rate)
         return rates
+
+    def reader(self, text: Sequence[int]) -> LookupTrials | None:
+        """Who judges what lookup would draft for a row that begins; None: nobody."""
+
+    def count_lookup(self, rows: Sequence[tuple[LookupTrials, Sequence[int]]], gamma: int, *, arm: int) -> None:
+        """Count what lookup would have drafted for rows that continue with what a round of an arm emitted."""
 
     @property
     def shown(self) -> float:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..prefill import Filling
+    from .lookup_trials import LookupTrials
 
 Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt | tuple[Prompt, SamplingParams]]
@@ -111,6 +112,7 @@ class Request:
     drafted: list[int] = field(default_factory=list)  # by position in the round
     accepted: list[int] = field(default_factory=list)
     failed: tuple[int, BaseException] | None = None  # at which place of the round its processor failed, and how
+    lookup: LookupTrials | None = None  # what lookup would draft, if that is counted
     _held: str = ""  # certain text that may be the beginning of a stop string
 
     @property

@@ -27,6 +27,7 @@ from .draft_planner import MOST_ARMS, DraftPlanner, arm_of
 from .gamma_planner import GammaPlanner
 from .launch import InFlightRound, Rounds
 from .logprobs import found_of
+from .lookup_trials import LookupTrials
 from .requests import Arrival, Request, RoundEvent, TokenEvent, Waiting
 from .stats import EngineStats
 
@@ -49,6 +50,7 @@ class Schedule:
         self._follows_a_draft, self._drafted_at = False, dict[int, int]()  # see RoundPlan
         self.stats = EngineStats()
         self._chosen: int | None = None  # gamma of the next round
+        self._speculates = False
         self._graphs_before = 0  # at the start of the current call
         self._told = 0.0, 0.0  # decode and prefill seconds at the last call of on_round
         self.use(rounds)
@@ -103,6 +105,7 @@ class Schedule:
 
         require_open raises if the engine was closed meanwhile, by who takes events or makes prompts, or another thread.
         """
+        self._speculates = speculate
         if speculate:
             self.planner.begin()
         self._chosen, self._graphs_before = None, self.graphs
@@ -202,6 +205,7 @@ class Schedule:
             if self.policy:
                 self.policy.host_admit(slot, request.prompt)
             self.slots[slot], self.arrival = request, None
+            request.lookup = self.planner.reader(request.prompt) if self._speculates else None
             self._drafted_at = {**self._drafted_at, slot: request.length}
         self.rounds.synchronize()
         self.stats.prefill_seconds += time.perf_counter() - started
@@ -285,7 +289,7 @@ class Schedule:
     def _collect(self) -> list[TokenEvent]:
         """Read a round's result: every live request emits at least one token, finished ones leave their slot."""
         started, round_ = time.perf_counter(), self.in_flight.popleft()
-        gamma, arm, events = round_.plan.gamma, round_.arm, []
+        gamma, arm, events, looking_up = round_.plan.gamma, round_.arm, [], list[tuple[LookupTrials, list[int]]]()
         read = round_.read(self.rounds.wait)  # the one host read of a round
         collected = time.perf_counter()
         for slot, request in round_.live:
@@ -302,6 +306,7 @@ class Schedule:
                 self.on_failed(request.index, request.failed[1])
             else:
                 events.append(event)
+                looking_up += [(request.lookup, event.tokens)] if request.lookup else []
             if request.finish_reason:
                 self.release(slot)
         self.agreement.note(f"tokens of round {self.n_rounds}", [(e.index, e.tokens, e.accepted) for e in events])
@@ -311,6 +316,7 @@ class Schedule:
         taken = [event.accepted for event in events if event.index not in limited]  # what others would have kept?
         stats.row_rounds += len(events)
         stats.decode_tokens += sum(len(event.tokens) for event in events)
+        self.planner.count_lookup(looking_up, gamma, arm=arm)
         working = time.perf_counter() - started
         if round_.begun_event:  # it ran while the host worked, and perhaps whoever consumes the tokens: not his time
             device, collecting = round_.device_seconds, time.perf_counter() - collected

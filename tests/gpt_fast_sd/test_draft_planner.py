@@ -5,7 +5,8 @@ Rounds are simulated with the true times and acceptance of each arm; the planner
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, sqrt
 from statistics import mean, median
@@ -16,6 +17,7 @@ from gpt_fast_sd import DraftConfig
 from gpt_fast_sd.policies.auto import AutoConfig
 from gpt_fast_sd.policies.config import GAMMA_TIERS
 from gpt_fast_sd.serving.draft_planner import DraftPlanner, arm_of
+from gpt_fast_sd.serving.lookup_trials import LookupTrials, Trial
 from tests.helpers import DATA, few
 
 ARMS = [arm_of(arm) for arm in AutoConfig.of(DraftConfig(policy="auto"), (None, "int4", "int8")).arms]
@@ -75,6 +77,28 @@ def drawn(seed: int) -> World:
     return world(rng.choice([1, 4, 8, 16]), verify, step, kept, kept + (1 - kept) * rng.random() / 2, rng.random() / 2)
 
 
+class Row(LookupTrials):
+    """A row whose i-th draft, from 0, of a round that begins at a token would be accepted if accepts(token, i)."""
+
+    def __init__(self, accepts: Callable[[int, int], bool]) -> None:
+        super().__init__([0], 1)
+        self.accepts, self.at = accepts, 0
+
+    def follow(self, tokens: Iterable[int]) -> list[Trial]:
+        trials = list[Trial]()
+        for _ in tokens:
+            self.text, self._next = array("i", [-1, 0]), int(self.accepts(self.at - self._accepted, self._accepted))
+            trials, self.at = trials + super().follow([0]), self.at + 1
+        return trials
+
+    def follow_own(self, tokens: Sequence[int], gamma: int) -> list[Trial]:
+        begun, self.at, self._accepted = self.at, self.at + len(tokens), 0
+        return [(gamma, self.accepts(begun, gamma))] if len(tokens) > gamma else []
+
+    def _found(self) -> int:
+        return self._next
+
+
 def simulate(
     at: World, tokens: int, seed: int, noise: float = 0.05, slower: Callable[[float], float] = lambda done: 1.0,
     then: World | None = None, wanders: float = 0, stalls: tuple[int, float] = (0, 0), further: Sequence[int] = (),
@@ -87,7 +111,7 @@ def simulate(
     round, the first being 1, and for how many plain steps. cold: by what share rounds are longer just after others.
     earlier: of a run before, of as many tokens. believed: times what they take that draft steps seemed to when timed.
     """
-    rng, plan = random.Random(seed), DraftPlanner(GAMMA_TIERS, ARMS, further)
+    rng, plan, chance = random.Random(seed), DraftPlanner(GAMMA_TIERS, ARMS, further), dict(at.accepted)
     level = rng.gauss(0, wanders) if wanders else 0.0
 
     def timed(seconds: float) -> float:
@@ -108,21 +132,25 @@ def simulate(
     for run in filter(None, (earlier, at)):
         plan.begin()
         seconds, emitted, since, round_, who = 0.0, 0.0, 0.0, 0, (0, 0)
+        texts = [Row(lambda begun, i: rng.random() < chance["lookup"]) for _ in range(at.rows)]
         while emitted < tokens:
             plan.to_come = tokens - emitted
             gamma = plan.choose(4000)
             since = 0.0 if who != (plan.arm, gamma) else since
             who, name = (plan.arm, gamma), NAMES[plan.arm]
             factor = slower(emitted / tokens) * (1 + cold * (since < 0.002))
-            taken = []
+            taken, now = [], then if then and 2 * emitted > tokens else run
             for _ in range(at.rows):
                 n = 0
-                while n < gamma and rng.random() < (then if then and 2 * emitted > tokens else run).accepted[name]:
+                while n < gamma and rng.random() < now.accepted[name]:
                     n += 1
                 taken.append(n)
             drafting, verifying = factor * gamma * at.step[name], factor * at.verify[gamma]
             round_ += 1
             late = stalls[1] * at.verify[0] if round_ == stalls[0] else 0.0
+            chance.update(now.accepted)
+            emitting = [(text, [0] * (n + 1)) for text, n in zip(texts, taken, strict=True)]
+            plan.count_lookup(emitting, gamma, arm=plan.arm)
             plan.record(gamma, 4000, timed(drafting), timed(verifying) + late, taken, arm=plan.arm)
             seconds, since = seconds + drafting + verifying, since + drafting + verifying
             emitted += 1 + mean(taken)
@@ -136,7 +164,7 @@ def test_in_recorded_cells_it_is_nearly_the_best_arm_and_never_costs_what_plain_
     found = [(at, simulate(at, tokens, seed, noise)[0]) for seed, at in enumerate(recorded())]
     assert len(found) == 64 and any(at.best > 1.5 * at.plain for at, _ in found)
     assert min(speed / at.plain for at, speed in found) >= 0.985
-    assert median(speed / at.best for at, speed in found) >= 0.96
+    assert median(speed / at.best for at, speed in found) >= 0.97
 
 
 def test_tries_cost_no_more_than_their_share_wherever_nothing_pays_and_what_pays_is_found() -> None:
@@ -171,6 +199,56 @@ def test_what_was_looked_up_in_another_run_uses_up_no_budget_that_drafts_of_anot
     assert found[4] >= 0.69 and median(found) >= 0.8  # with one budget for all tries: 0.67 and 0.72
 
 
+def looking_up(accepted: str, verify: dict[int, float], fixed: int | None) -> float:
+    """Tokens per plain step of a row for which lookup may draft; fixed: this gamma in every round, None: as planned."""
+    plan, seconds = DraftPlanner(GAMMA_TIERS, ARMS[:1], (12, 16)), 0.0
+    row = Row(lambda begun, i: int(accepted[begun], 17) > i)
+    plan.time_target(lambda gamma, n_keys: verify[gamma], FEW, MANY)
+    plan.time_arm(0, lambda gamma: 0.0, lambda: verify[0], MANY)
+    plan.begin()
+    while (left := len(accepted) - row.at) > 0:
+        plan.to_come = left
+        gamma = plan.choose(4000) if fixed is None else fixed
+        taken = min(gamma, int(accepted[row.at], 17), left - 1)
+        plan.count_lookup([(row, [0] * (taken + 1))], gamma, arm=0)
+        plan.record(gamma, 4000, 0.0, verify[gamma], [taken])
+        seconds += verify[gamma]
+    return len(accepted) * verify[0] / seconds
+
+
+@pytest.mark.parametrize(("tokens", "least"), [(60, 0.96), (600, 0.975)])
+def test_lookup_whose_gains_turn_into_losses_again_and_again_costs_a_share_of_it(tokens: int, least: float) -> None:
+    verify = {gamma: 1 + 0.8 * (gamma > 0) for gamma in (*GAMMA_TIERS, 12, 16)}
+    for seed, period in enumerate([3, 6, 10, 20] * 3):
+        rng = random.Random(seed)
+        text = "".join("0" if i // period % 2 or rng.random() > 0.9 else "5" for i in range(tokens))
+        assert looking_up(text, verify, None) >= least
+
+
+def test_a_text_that_does_not_repeat_is_hardly_looked_up_as_one_before_did() -> None:
+    verify = {g: 1 + 0.25 * g for g in GAMMA_TIERS}
+    before, now = (world(1, verify, 1.0, 0.1, 0.1, lookup) for lookup in (0.97, 0.2))
+    found = sorted(simulate(now, 64, seed, earlier=before)[0] / now.plain for seed in range(40))
+    assert found[0] >= 0.93 and median(found) >= 0.97
+
+
+@pytest.mark.parametrize("tokens", [128, 256])
+def test_what_lookup_gains_on_real_texts_is_known_without_a_try(tokens: int) -> None:
+    """Greedy ones soon go round in circles, sampled ones seldom; verification as fast as on two cores of Zen 3."""
+    short, long = (
+        {0: 20.5, 1: 21, 2: 22, 3: 24, 4: 26, 6: 31, 8: 36, 12: 46, 16: 56},
+        {0: 26.5, 1: 28, 2: 31, 3: 43, 4: 48, 6: 60, 8: 70, 12: 100, 16: 130},
+    )
+    gains = {0.0: list[float](), 0.8: list[float]()}
+    for cell in json.loads((DATA / "lookup_smollm2.json").read_text())["cells"]:
+        verify = {gamma: ms / 1e3 for gamma, ms in (short if cell["context"] == 512 else long).items()}
+        for row in cell["rows"]:
+            planned, *fixed = (looking_up(row[:tokens], verify, gamma) for gamma in (None, 0, 1, 2, 4, 8))
+            gains[cell["temperature"]].append(planned / max(fixed))
+    assert min(gains[0.0]) >= 0.87 and mean(gains[0.0]) >= (1.0 if tokens == 128 else 1.07)
+    assert min(gains[0.8]) >= 0.95 and mean(gains[0.8]) >= 0.985
+
+
 @pytest.mark.parametrize("wanders", [0.15, 0.3])
 def test_a_machine_that_wanders_while_steps_are_timed_and_taken_misleads_nobody(wanders: float) -> None:
     found = sorted(
@@ -186,15 +264,15 @@ def test_rounds_of_a_millisecond_whose_first_ones_find_nothing_in_caches_mislead
         at = replace(at, **{f: {k: t * at.plain / 1e3 for k, t in getattr(at, f).items()} for f in ("verify", "step")})
         found.append((at, simulate(at, 200, seed, cold=0.5)[0]))
     least = sorted(speed / at.plain for at, speed in found)
-    assert least[0] >= 0.89 and least[2] >= 0.93
-    assert median(speed / at.best for at, speed in found) >= 0.88
+    assert least[0] >= 0.95 and least[2] >= 0.96
+    assert median(speed / at.best for at, speed in found) >= 0.875
 
 
 @pytest.mark.parametrize("steps", few([0.2, 0.5, 3.0, 100.0, -1.0], [-1.0]))
 def test_a_round_that_stalls_misleads_nobody_for_long(steps: float) -> None:
     cells = list(enumerate([*recorded(), *map(drawn, range(60))]))
     for when in (1, 4):  # as threads awake, and as a try is under way
-        assert min(simulate(at, 200, seed, stalls=(when, steps))[0] / at.plain for seed, at in cells) >= 0.95
+        assert min(simulate(at, 200, seed, stalls=(when, steps))[0] / at.plain for seed, at in cells) >= 0.965
     gains = world(4, {g: 1 + 0.02 * g for g in GAMMA_TIERS}, 0.3, 0.9, 0.92, 0.1)
     for when in range(1, 9):
         assert simulate(gains, 400, 0, stalls=(when, steps))[0] > 0.83 * gains.best
@@ -234,5 +312,6 @@ def test_seconds_that_no_clock_gives_change_no_account(seconds: float) -> None:
     assert (plan.seconds_run, plan.lost) == before[:2]
     assert (plan.choose(4000), plan.arm) == before[2:]
     _, plan = simulate(world(4, {g: 1 + 0.02 * g for g in GAMMA_TIERS}, 0.1, 0.9, 0.92, 0.1), 200, 0)
-    plan.begin()  # with plain rounds, beside which others are judged, but not for ever where none can be timed
+    plan.begin()
+    plan.to_come = 200  # a try has room; first plain rounds, but not for ever where none can be timed
     assert (gammas := [plan.choose(4000) for _ in range(9)])[:8] == [0] * 8 and gammas[8]

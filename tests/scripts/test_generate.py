@@ -137,8 +137,8 @@ def test_unless_told_otherwise_it_finds_out_who_drafts_and_says_what_it_found(pr
     drafted = sum(n for gamma, n in run["stats"]["rounds_by_gamma"].items() if gamma != "0")
     assert sum(one["rounds"] for one in run["found"]) == drafted
     timed = {one["name"]: one for one in run["found"] if one["speed"] is not None}
-    shown = re.findall(r"(?m)^  (tried|not tried|tried before) +([a-z0-9 ]+): ([\d,]+) rounds, [\d.]+ x of plain", card)
-    told = [(one["rounds"], "not tried" if one["acceptance"] is None else "tried before") for one in timed.values()]
+    shown = re.findall(r"(?m)^  (tried|not tried|judged) +([a-z0-9 ]+): ([\d,]+) rounds, [\d.]+ x of plain", card)
+    told = [(one["rounds"], "judged" if one["name"] == "lookup" else "not tried") for one in timed.values()]
     assert shown == [("tried" if n else when, name, f"{n:,}") for name, (n, when) in zip(timed, told, strict=True)]
     left_out = names - set(timed)
     assert not left_out or set(rows(card)["left out"].partition(":")[0].split(", ")) == left_out

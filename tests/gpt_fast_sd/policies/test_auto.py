@@ -1,6 +1,7 @@
 """Several policies take turns over one target: each drafts as if it were alone, and none changes what is emitted."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import MemoryPlan, System, fit
 from gpt_fast_sd.policies.auto import AutoConfig
+from gpt_fast_sd.serving.lookup_trials import Trial
+from tests.gpt_fast_sd.policies.test_drafts_without_a_model import trials_of
 from tests.helpers import Patch, random_ids, tiny_config, tiny_engine, tiny_model
 
 PROMPTS = [random_ids(n, seed=n) for n in (70, 1, 30, 9)]
@@ -17,7 +20,8 @@ PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(
-    "turns", ["standalone", "standalone - standalone lookup guided streaming", "guided - - guided standalone lookup"]
+    "turns",
+    ["standalone", "standalone - standalone lookup guided streaming", "guided - - standalone lookup", "- guided"],
 )
 def test_arms_in_turns_emit_the_plain_tokens_and_a_draft_model_that_is_the_target_keeps_all(
     turns: str, captured: bool, monkeypatch: Patch, request: pytest.FixtureRequest
@@ -37,12 +41,17 @@ def test_arms_in_turns_emit_the_plain_tokens_and_a_draft_model_that_is_the_targe
         return 0 if chosen[-1] == "-" else 2
 
     monkeypatch.setattr(planner, "choose", choose)
-    rounds = []
+    trials, rounds = Counter[Trial](), []
+    counted = planner.of_view["lookup"]  # type: ignore[union-attr]
+    monkeypatch.setattr(counted, "count_trials", lambda found, anew: trials.update(found))
     one.on_round = rounds.append
     got = one.generate(PROMPTS, PARAMS)
     one.on_round = None
     assert [c.tokens for c in got] == [c.tokens for c in one.generate(PROMPTS, PARAMS, speculate=False)]
     assert len(chosen) - len(rounds) == captured and set(chosen) == set(turns.split())  # one was launched ahead
+    if turns == "- guided":  # what lookup would have drafted was counted: in both kinds of rounds, of all texts
+        texts = [(prompt, [*prompt, *one.tokens]) for prompt, one in zip(PROMPTS, got, strict=True)]
+        assert trials == sum((Counter(trials_of(text, len(prompt), 3, 2)) for prompt, text in texts), Counter())
     for turn, event in zip(chosen, rounds, strict=False):
         assert {source for row in event.events for source in row.sources} <= {"target", turn}
         if turn == "standalone":

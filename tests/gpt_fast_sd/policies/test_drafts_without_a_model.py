@@ -3,6 +3,7 @@
 Shapes: B slots, S places of text, gamma tokens drafted.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.model import RopeScaling, Transformer
 from gpt_fast_sd.policies.lookup import look_up
+from gpt_fast_sd.serving.lookup_trials import LookupTrials, Trial
 from gpt_fast_sd.state import RoundPlan
 from tests.gpt_fast_sd.policies.drafting import PROMPTS, drafting, tokens_of
 from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
@@ -108,6 +110,42 @@ def test_it_drafts_what_followed_the_longest_match(rows: list[list[int]], ngram:
         expected = naive(row, ngram, gamma)
         assert matched[i] == (expected is not None)
         assert expected is None or tokens[i].tolist() == expected
+
+
+def trials_of(text: Sequence[int], start: int, ngram: int, gamma: int) -> list[Trial]:
+    """What rounds of gamma tokens that are looked up would show of the tokens from start on."""
+    found, at = list[Trial](), start
+    while at < len(text):
+        drafts, n = naive([*text[:at]], ngram, gamma) or [], 0
+        while n < min(gamma, len(text) - at) and drafts[n : n + 1] == [text[at + n]]:
+            n += 1
+        found += [(i, i < n) for i in range(min(n + 1, gamma, len(text) - at))]
+        at += n + 1
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    pieces=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=9), st.integers(0, 5)), max_size=4),
+    ngram=st.integers(1, 5),
+    gamma=st.integers(1, 4),
+)
+def test_what_it_would_have_drafted_is_judged_as_if_it_had(
+    text: list[int], pieces: list[tuple[list[int], int]], ngram: int, gamma: int
+) -> None:
+    reader = LookupTrials(text, ngram, gamma)
+    for tokens, own in pieces:
+        drafts, start = naive(text, ngram, own + 1) if own else None, len(text)
+        if drafts:  # a round of its own, which accepts what is so, and ends with a token of the target's
+            kept = next((i for i in range(min(own, len(tokens) - 1)) if drafts[i] != tokens[i]), len(tokens) - 1)
+            text = text + (tokens := tokens[: min(kept, own) + 1])
+            assert reader.follow_own(tokens, own) == [(own, drafts[own] == tokens[-1])] * (len(tokens) > own)
+        else:
+            text = text + tokens
+            got = [trial for token in tokens for trial in reader.follow([token])]
+            assert got == trials_of(text, start, ngram, gamma)
+            assert not reader.follow_own([], 1)
 
 
 def without_attention() -> Transformer:
