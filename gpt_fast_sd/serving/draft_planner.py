@@ -4,8 +4,8 @@ As a GammaPlanner, but over several arms (policy, view, precision of the draft's
 target's step times. What lookup gains is told by the tokens that come without it, see LookupTrials. Another arm that
 has shown little is tried only while the value that it may have, by what is hoped of it (optimism in the face of
 uncertainty, Auer et al. 2002), beats what is known best; what tries lose beside that best is added up, and none is
-begun that might take the sum past a share of the run as far as it is known (a budget of regret). Nor does an arm draft
-once all that did, and were no tries, have lost a share beside plain rounds.
+begun that might take the sum past a share of the run as far as it is known (a budget of regret). Nor does a round
+draft that might take what all such rounds have gained beside plain ones below a share: who gains may stake more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .lookup_trials import LookupTrials
 MOST_ARMS = 64
 TRYING = 0.012  # share of a run that tries may lose ...
 PAYING = 0.024  # ... and those that are expected to gain, which lose only where that was wrong
-LOSING = 0.012  # ... and rounds that were no tries, beside plain ones, before none drafts for a while
+LOSING, STAKE = 0.012, 0.5  # ... and that all drafting may, beside plain rounds, or this share of one
 HORIZON = 200.0  # tokens a row that a run is expected to bring at most: rows may end before they have all they may
 SURPRISE = 1.3  # times what was expected that a round takes, or less by as much
 AT_FIRST = 2  # rounds of a run that are plain, and timed, beside which others are judged ...
@@ -265,10 +265,10 @@ class DraftPlanner:
         speeds, took = {(0, 0): plain}, self._seconds(n_keys)
         for i in self.ready:
             speeds |= self._speeds(i, took[i])
-        least = self.seconds_run + min(self.to_come, HORIZON) * self.plain.seconds(0, n_keys)  # of the run, if plain
-        may = self._gained > -LOSING * least
-        shown = {i for i in self.ready if may and self._shows(self.arms[i].view)}
-        known = {key: speed for key, speed in speeds.items() if not key[1] or key[0] in shown}
+        least = self.seconds_run + min(self.to_come, HORIZON) / plain  # seconds of the run, if no more is drafted
+        stake = self._gained + max(LOSING * least, STAKE / plain)  # that a round may lose if no draft is kept
+        may = {(i, g) for i in self.ready if self._shows(self.arms[i].view) for g in took[i]}
+        known = {key: speeds[key] for key in may if took[key[0]][key[1]] - 1 / plain <= stake} | {(0, 0): plain}
         best = max(known, key=lambda key: known[key])
         if self._last in known and known[best] < GAIN * known[self._last]:
             best = self._last
@@ -487,9 +487,8 @@ class DraftPlanner:
         emitted = 1 + sum(accepted) / len(accepted)
         if seconds and self._best and (not self._shows(view) or (arm, gamma) != self._last):
             self.lost = max(0.0, self.lost + seconds - emitted / self._best)
-        elif seconds:
-            self._gained += emitted * self.plain.seconds(0, self._n_keys) - seconds
-            if self._gained < 0:
-                self._steady = min(self._steady, UNSURE)
+        self._gained += emitted * self.plain.seconds(0, self._n_keys) - seconds if seconds else 0.0
+        if self._gained < 0:
+            self._steady = min(self._steady, 1)
         if self.of_view[view]._count(gamma, accepted):  # the text is another: what is best is asked at once
             self._steady = 0

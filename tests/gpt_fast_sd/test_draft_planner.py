@@ -265,7 +265,7 @@ def test_rounds_of_a_millisecond_whose_first_ones_find_nothing_in_caches_mislead
         found.append((at, simulate(at, 200, seed, cold=0.5)[0]))
     least = sorted(speed / at.plain for at, speed in found)
     assert least[0] >= 0.95 and least[2] >= 0.96
-    assert median(speed / at.best for at, speed in found) >= 0.875
+    assert median(speed / at.best for at, speed in found) >= 0.87
 
 
 @pytest.mark.parametrize("steps", few([0.2, 0.5, 3.0, 100.0, -1.0], [-1.0]))
