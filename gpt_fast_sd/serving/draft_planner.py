@@ -145,7 +145,7 @@ class DraftPlanner:
         self._going: Key = (0, 0)  # of the rounds since, which may be a try
         self._skipped = 0  # plain rounds that were not recorded, since one was
         self._since_plain = 0
-        self.seconds_run = self.lost = self._best = self._gained = 0.0
+        self.seconds_run = self.lost = self._best = self._gained = self._needs = 0.0
         self._n_keys, self._rounds = 1, [0] * len(self.arms)
         self._steady = self._after = self._plain_seen = self._at_first = 0
         self._every, self._beginning, self._stalled = 1, True, False
@@ -265,10 +265,12 @@ class DraftPlanner:
         speeds, took = {(0, 0): plain}, self._seconds(n_keys)
         for i in self.ready:
             speeds |= self._speeds(i, took[i])
-        least = self.seconds_run + min(self.to_come, HORIZON) / plain  # seconds of the run, if no more is drafted
-        stake = self._gained + max(LOSING * least, STAKE / plain)  # that a round may lose if no draft is kept
-        may = {(i, g) for i in self.ready if self._shows(self.arms[i].view) for g in took[i]}
-        known = {key: speeds[key] for key in may if took[key[0]][key[1]] - 1 / plain <= stake} | {(0, 0): plain}
+        run = self.seconds_run + min(self.to_come, HORIZON) / plain  # seconds, if no more is drafted
+        share = max(LOSING * run, STAKE / plain)
+        # what drafting must have gained, as a round loses so much if no draft is kept
+        needs = {(i, g): took[i][g] - 1 / plain - share for i in self.ready for g in took[i]} | {(0, 0): -inf}
+        may = {i for i in self.ready if self._shows(self.arms[i].view)}
+        known = {(i, g): v for (i, g), v in speeds.items() if not g or (i in may and self._gained >= needs[i, g])}
         best = max(known, key=lambda key: known[key])
         if self._last in known and known[best] < GAIN * known[self._last]:
             best = self._last
@@ -282,7 +284,7 @@ class DraftPlanner:
         self._after = after
         if tried is None and best[1] and self._since_plain >= after:
             tried = 0, 0
-        self._best = known[best]
+        self._best, self._needs = known[best], needs[tried or best]
         seconds = self.of[best[0]].seconds(best[1], n_keys)
         asking = ceil(ASKING / (ASKED * seconds))
         self._every = min(ceil(RECORDING / (ASKED * seconds)), SELDOM_RECORDED)
@@ -399,6 +401,11 @@ class DraftPlanner:
         """The arm that looks up, if it is ready."""
         return next((i for i in self.ready if self.arms[i].view == LOOKUP), None)
 
+    @property
+    def _judged(self) -> tuple[GammaPlanner, ...]:
+        """Those that count what it drafts, or would have."""
+        return () if self._lookup is None else (self.of[self._lookup], self.of_view[LOOKUP])
+
     def reader(self, text: Sequence[int]) -> LookupTrials | None:
         """Who judges what lookup would draft for a row that begins; None: nobody, as it may not be chosen."""
         if self._lookup is None:
@@ -407,11 +414,9 @@ class DraftPlanner:
 
     def count_lookup(self, rows: Sequence[tuple[LookupTrials, Sequence[int]]], gamma: int, *, arm: int) -> None:
         """Count what lookup would have drafted for rows that continue with what a round of an arm emitted."""
-        if (i := self._lookup) is None:
-            return
-        own, known = arm == i and gamma > 0, self._shows(LOOKUP)
+        own, known = arm == self._lookup and gamma > 0, self._shows(LOOKUP)
         trials = [one for row, new in rows for one in (row.follow_own(new, gamma) if own else row.follow(new))]
-        for planner in (self.of[i], self.of_view[LOOKUP]):
+        for planner in self._judged:
             planner.count_trials(trials, anew=not own)
         self._looked_up += len(trials)
         if self._shows(LOOKUP) and not known:
@@ -478,8 +483,7 @@ class DraftPlanner:
         self.seconds_run += seconds + (skipped * self.plain.seconds(0, self._n_keys) if skipped else 0.0)
         view = self.arms[arm].view if gamma and accepted else None
         own = (self.of[arm], self.of_view[view]) if view else ()
-        judged = () if self._lookup is None else (self.of[self._lookup], self.of_view[LOOKUP])
-        for planner in (one for one in self._all if one not in judged):  # every round shows what those gain
+        for planner in (one for one in self._all if one not in self._judged):  # every round shows what those gain
             planner.fade(FADE ** (skipped + (planner not in own)))
         if not view:
             return
@@ -488,7 +492,7 @@ class DraftPlanner:
         if seconds and self._best and (not self._shows(view) or (arm, gamma) != self._last):
             self.lost = max(0.0, self.lost + seconds - emitted / self._best)
         self._gained += emitted * self.plain.seconds(0, self._n_keys) - seconds if seconds else 0.0
-        if self._gained < 0:
-            self._steady = min(self._steady, 1)
+        if self._gained < self._needs:
+            self._steady = 0
         if self.of_view[view]._count(gamma, accepted):  # the text is another: what is best is asked at once
             self._steady = 0
