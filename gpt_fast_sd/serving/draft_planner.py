@@ -5,7 +5,7 @@ target's step times. What lookup gains is told by the tokens that come without i
 has shown little is tried only while the value that it may have, by what is hoped of it (optimism in the face of
 uncertainty, Auer et al. 2002), beats what is known best; what tries lose beside that best is added up, and none is
 begun that might take the sum past a share of the run as far as it is known (a budget of regret). Nor does a round
-draft that might take what all such rounds have gained beside plain ones below a share: who gains may stake more.
+draft that might take what its view has gained beside plain rounds below a share: who gains may stake more.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from .gamma_planner import (
     over_rows,
     rising,
 )
-from .lookup_trials import LookupTrials
+from .lookup_trials import MOST, LookupTrials, Trial
 
 MOST_ARMS = 64
 TRYING = 0.012  # share of a run that tries may lose ...
 PAYING = 0.024  # ... and those that are expected to gain, which lose only where that was wrong
-LOSING, STAKE = 0.012, 0.5  # ... and that all drafting may, beside plain rounds, or this share of one
+LOSING, STAKE = 0.012, 0.5  # ... and that each view may, beside plain rounds, or this share of one ...
+MISSED = 8.0  # ... and lookup anew, each time that it would have gained so many times as much meanwhile
 HORIZON = 200.0  # tokens a row that a run is expected to bring at most: rows may end before they have all they may
 SURPRISE = 1.3  # times what was expected that a round takes, or less by as much
 AT_FIRST = 2  # rounds of a run that are plain, and timed, beside which others are judged ...
@@ -145,7 +146,9 @@ class DraftPlanner:
         self._going: Key = (0, 0)  # of the rounds since, which may be a try
         self._skipped = 0  # plain rounds that were not recorded, since one was
         self._since_plain = 0
-        self.seconds_run = self.lost = self._best = self._gained = self._needs = 0.0
+        self.seconds_run = self.lost = self._best = self._needs = self._share = self._missed = 0.0
+        self._gained = dict.fromkeys(self.of_view, 0.0)  # by view, seconds beside plain rounds
+        self._slow_when_plain = 1.0
         self._n_keys, self._rounds = 1, [0] * len(self.arms)
         self._steady = self._after = self._plain_seen = self._at_first = 0
         self._every, self._beginning, self._stalled = 1, True, False
@@ -216,8 +219,10 @@ class DraftPlanner:
         """A new run: acceptance in earlier ones counts little, least what was looked up, as it is of their texts."""
         for view, planner in (*zip((arm.view for arm in self.arms), self.of, strict=True), *self.of_view.items()):
             planner.begin(PRIOR_WEIGHT if view == LOOKUP else KEPT_WEIGHT)
-        self.seconds_run = self.lost = self._gained = 0.0
+        self.seconds_run = self.lost = self._missed = 0.0
+        self._gained = dict.fromkeys(self.of_view, 0.0)
         self._steady, self._rounds = 0, [0] * len(self.arms)
+        self._last = self._going = (0, 0)
         self._before, self._plain_seen, self._beginning = None, 0, True
         self._skipped = self._at_first = self._looked_up = 0
         self._stalled = False
@@ -257,7 +262,9 @@ class DraftPlanner:
             return 0
         self._steady -= 1
         may_go_on = self._going[1] <= max(self.limits, default=MAX_GAMMA)
-        if self._steady > 0 and self._since_plain + 1 < self._after and may_go_on:
+        # many rounds of an arm that is slower than before look like a slower machine, which a plain round tells apart
+        odd = self._going[1] and not 1 / SURPRISE < self.slowness / self._slow_when_plain < SURPRISE
+        if self._steady > 0 and self._since_plain + 1 < self._after and may_go_on and not odd:
             self.arm, gamma = self._going
             self._since_plain = self._since_plain + 1 if gamma else 0
             return gamma
@@ -266,11 +273,11 @@ class DraftPlanner:
         for i in self.ready:
             speeds |= self._speeds(i, took[i])
         run = self.seconds_run + min(self.to_come, HORIZON) / plain  # seconds, if no more is drafted
-        share = max(LOSING * run, STAKE / plain)
-        # what drafting must have gained, as a round loses so much if no draft is kept
+        share = self._share = max(LOSING * run, STAKE / plain)
+        # what its view must have gained, as a round loses so much if no draft is kept
         needs = {(i, g): took[i][g] - 1 / plain - share for i in self.ready for g in took[i]} | {(0, 0): -inf}
-        may = {i for i in self.ready if self._shows(self.arms[i].view)}
-        known = {(i, g): v for (i, g), v in speeds.items() if not g or (i in may and self._gained >= needs[i, g])}
+        gained = {i: self._gained[self.arms[i].view] for i in self.ready if self._shows(self.arms[i].view)}
+        known = {(i, g): v for (i, g), v in speeds.items() if not g or gained.get(i, -inf) >= needs[i, g]}
         best = max(known, key=lambda key: known[key])
         if self._last in known and known[best] < GAIN * known[self._last]:
             best = self._last
@@ -282,7 +289,7 @@ class DraftPlanner:
         after = min(2 << seen, PLAIN_AFTER if gains > BARELY else OFTEN)
         after *= SELDOM if seen > 3 and gains > CLEARLY else 1
         self._after = after
-        if tried is None and best[1] and self._since_plain >= after:
+        if tried is None and best[1] and (self._since_plain >= after or (odd and self._since_plain > 1)):
             tried = 0, 0
         self._best, self._needs = known[best], needs[tried or best]
         seconds = self.of[best[0]].seconds(best[1], n_keys)
@@ -419,7 +426,19 @@ class DraftPlanner:
         for planner in self._judged:
             planner.count_trials(trials, anew=not own)
         self._looked_up += len(trials)
+        if not own and rows:
+            self._miss(trials, len(rows))
         if self._shows(LOOKUP) and not known:
+            self._steady = 0
+
+    def _miss(self, trials: Sequence[Trial], rows: int) -> None:
+        """Count what lookup would have gained: after some times what it may lose, it may lose as much anew."""
+        gamma, plain = min(MOST, max(self.tiers)), self.plain.seconds(0, self._n_keys)
+        costs = self.of[self._lookup or 0].seconds(gamma, self._n_keys) - plain
+        self._missed += sum(accepted * plain - (not before) * costs for before, accepted in trials) / rows
+        self._missed = max(0.0, self._missed)
+        if self._gained[LOOKUP] < 0 and self._missed > MISSED * self._share > 0:
+            self._gained[LOOKUP] = self._missed = 0.0
             self._steady = 0
 
     def _skips(self, gamma: int) -> bool:
@@ -462,7 +481,9 @@ class DraftPlanner:
             verify.seen = min(verify.seen, 1)  # what was known is known no longer: it is asked again soon
         self._stalled = self._stalled and bool(who[1])
         of_arm = max(RATE, 1 / (2 + verify.seen)) if learns else 0.0
-        self.slowness *= 1 + FOLLOWS * (1 - of_arm) * (min(surprise, 1.5) - 1)
+        self.slowness *= 1 + FOLLOWS * (1 - of_arm) * (min(max(surprise, 1 / FAR), 1.5) - 1)
+        if not who[1]:
+            self._slow_when_plain = self.slowness
         return learns, slowness if learns else self.slowness
 
     def record_host(self, gamma: int, seconds: float, *, arm: int = 0) -> None:
@@ -491,8 +512,8 @@ class DraftPlanner:
         emitted = 1 + sum(accepted) / len(accepted)
         if seconds and self._best and (not self._shows(view) or (arm, gamma) != self._last):
             self.lost = max(0.0, self.lost + seconds - emitted / self._best)
-        self._gained += emitted * self.plain.seconds(0, self._n_keys) - seconds if seconds else 0.0
-        if self._gained < self._needs:
+        self._gained[view] += emitted * self.plain.seconds(0, self._n_keys) - seconds if seconds else 0.0
+        if self._gained[view] < self._needs:
             self._steady = 0
         if self.of_view[view]._count(gamma, accepted):  # the text is another: what is best is asked at once
             self._steady = 0
