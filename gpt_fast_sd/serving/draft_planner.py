@@ -52,7 +52,7 @@ STEADY = 8  # rounds for which what is best is not asked again, and at most of a
 ASKING, ASKED = 0.0002, 0.005  # ... about so many seconds, which may be this share of a run of short rounds ...
 LAST_STEADY = 64  # ... and no more rounds than these
 RECORDING, SELDOM_RECORDED = 0.00003, 8  # seconds that recording a plain round takes; at least one of so many is
-KNOWN = 12.0  # first drafts after which what a view gains is known ...
+KNOWN = 12.0  # first drafts after which what a view gains is known, or before if that is more than it may lose ...
 LOOKUP, LOOKED_UP = "lookup", 4  # ... of this view once the run's tokens have judged so many drafts, without a try
 SURE, UNSURE = 16, 2  # rounds of the best arm in a run, up to which it is asked again after so many
 HOPE_WEIGHT = 3.0  # number of drafts that what is hoped of a view counts as ...
@@ -240,7 +240,9 @@ class DraftPlanner:
         return self.of[i].rates([min(0.999, arm.share * (rate + better)) for rate in kin], KIN, n)
 
     def _shows(self, view: str) -> bool:
-        return self._looked_up >= LOOKED_UP if view == LOOKUP else self.of_view[view].shown >= KNOWN
+        if view == LOOKUP:
+            return self._looked_up >= LOOKED_UP
+        return self.of_view[view].shown >= KNOWN or self._gained[view] > self._share > 0
 
     def _seconds(self, n_keys: int) -> dict[int, dict[int, float]]:
         """Those of the rounds of each arm that is ready, by gamma."""
