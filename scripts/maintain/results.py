@@ -113,6 +113,15 @@ def drafted_of(point: Record) -> float:
     return float(1 - point["rounds_by_gamma"].get("0", 0) / sum(point["rounds_by_gamma"].values()))
 
 
+def parted(points: Sequence[Record]) -> tuple[list[float], list[float]]:
+    """Speeds of the points that drafted in 2 % of their rounds or more, and of the others."""
+    busy, idle = (
+        [steady_of(point)["median"] for point in points if (drafted_of(point) >= 0.02) == drafts]
+        for drafts in (True, False)
+    )
+    return busy, idle
+
+
 def who(point: Record) -> str:
     """Who drafted in most rounds of the last run of a point, and the share of all rounds that drafted."""
     arms, drafted = [one for one in point.get("found", []) if one["rounds"]], drafted_of(point)
@@ -149,7 +158,7 @@ def of_sweep(found: Record) -> list[str]:
     columns += [column for t in temperatures for column in at(t)]
     ratios = [steady_of(point)["median"] for point in measured(found)]
     n_rows, n_equal = equal_rows(found)
-    idle = [steady_of(point)["median"] for point in measured(found) if drafted_of(point) < 0.02]
+    busy, idle = parted(measured(found))
     said = (
         f"`auto` makes {min(ratios):.2f}x to {max(ratios):.2f}x of plain decoding; {sum(r >= 0.98 for r in ratios)} of "
         f"{len(ratios)} cells are at 0.98x or more. In brackets: the least and the greatest pair, and the share of "
@@ -160,7 +169,8 @@ def of_sweep(found: Record) -> list[str]:
     if idle:
         said += (
             f" In {len(idle)} cells fewer than 2 % of the rounds drafted, so that both sides ran the same steps: their "
-            f"{min(idle):.2f}x to {max(idle):.2f}x are how far two runs of one program part on this machine."
+            f"{min(idle):.2f}x to {max(idle):.2f}x are how far two runs of one program part on this machine. The "
+            f"others make {min(busy):.2f}x to {max(busy):.2f}x."
         )
     return [*Table(*columns).markdown(cells[key] for key in sorted(cells)), "", said]
 
@@ -429,13 +439,10 @@ def front(folder: Path, readme: str) -> str:
     """README with the figures of a set between its marks."""
     found = {name: read(folder / f"{name}.json") for name in ON_FRONT}
     place = folder.relative_to(ROOT).as_posix()
-    made = {
-        name: [steady_of(point)["median"] for point in measured(found[name]) if point["temperature"]]
-        for name in ("sweep", "long")
-    }
+    made = {name: parted([p for p in measured(found[name]) if p["temperature"]]) for name in ("sweep", "long")}
     n_rows, n_equal = map(sum, zip(*(equal_rows(found[name]) for name in made), strict=True))
     equal = f"**all {n_rows}**" if n_equal == n_rows else f"**{n_equal} of {n_rows}**"
-    ends = {name: f"{min(ratios):.2f}x to {max(ratios):.2f}x" for name, ratios in made.items()}
+    ends = {name: f"{min(busy):.2f}x to {max(busy):.2f}x" for name, (busy, _) in made.items()}
     cpus, sets = dict[str, float](), sorted(CPU.glob("*/set.json"), key=lambda file: str(read(file)["date"]))
     for file in sets:  # the newest of each kind tells
         other = read(file)
@@ -444,8 +451,8 @@ def front(folder: Path, readme: str) -> str:
     gains = ", ".join(f"**{times:.2f}x** ({name})" for name, times in sorted(cpus.items()))
     text = (
         f"On two cores the first command below runs at {gains} of plain decoding (calls differ).\nOver batches and "
-        f"contexts, sampled, `--draft auto` makes {ends['sweep']} with SmolLM2-135M (its file\nis quantized: "
-        f"drafts in few bits lose nothing) and {ends['long']} with the bundled test model (the plot);\n"
+        f"contexts, sampled, `--draft auto` makes, where it drafts, {ends['sweep']} with SmolLM2-135M (its file\n"
+        f"is quantized: drafts in few bits lose nothing) and {ends['long']} with the bundled test model (the plot);\n"
         f"{equal} greedy rows equal plain decoding, token for token: [all figures]({place}/README.md), "
         "[other CPUs](benchmarks/README.md)."
     )
