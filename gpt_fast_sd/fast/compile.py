@@ -121,8 +121,10 @@ def inductor_options(config: EngineConfig, device: torch.device) -> Options:
         warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the scheduler node")
     if device.type != "cuda":
         return dict(vector_options())
-    # Inductor would time the kernel that stores keys by copying the cache through pinned memory for each trial
-    return {"max_autotune": config.max_autotune, "triton.autotune_pointwise": False}
+    # Inductor would time the kernel that stores keys by copying the cache through pinned memory for each trial. Kernels
+    # that need nothing of each other are one launch: queries are turned in the one that stores keys
+    untimed = {"triton.autotune_pointwise": False, "combo_kernels_autotune": 0}
+    return {"max_autotune": config.max_autotune, "combo_kernels": True, **untimed}
 
 
 def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:

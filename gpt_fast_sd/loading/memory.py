@@ -31,12 +31,12 @@ COMMUNICATOR = GIB  # NCCL's buffers of one group of ranks
 # A captured graph keeps a record of each launch on the device: about 64 KiB, by the growth of memory with graphs of 500
 # to 2,000 launches (NVIDIA's developer forum, thread 244901); not measured here.
 NODE = 64 * 2**10
-# Launches of a layer with bf16 weights and cache, of which attention has three with mass, and a copy of that; and of
-# everything else in a step. What the code of a GPU has is counted in tests.
-LAYER_NODES, STEP_NODES = 13, 30
+# Launches of a layer with bf16 weights and cache, of which attention has three with mass; and of everything else
+# in a step, with a copy of the mass of eight layers. What the code of a GPU has is counted in tests.
+LAYER_NODES, STEP_NODES = 11, 40
 # of a layer with such a cache, weights or view; of one that ranks share: two sums and their ends; and of one that many
 # rows are multiplied with copies of
-MORE_NODES = {"int8": 2, "planes": 4, "float8": 4, "quest": 4, "ranks": 4, "copies": 4}
+MORE_NODES = {"int8": 1, "planes": 2, "float8": 4, "quest": 4, "ranks": 4, "copies": 4}
 
 
 @dataclass(frozen=True, kw_only=True)

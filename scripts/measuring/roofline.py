@@ -76,14 +76,14 @@ EXPECTED = Efficiency(
     narrow_peak={"int4": 0.2, "both planes": 0.16}, most_tiled=MOST_TILED,
 )  # fmt: skip
 
-# Kernels that a step launches. Besides its attention a layer has nine: the products wqkv, wo, w_in and w_out, two
-# norms, rope of the queries, rope of the keys with the cache writes, SwiGLU. A layer's mass is copied to where that of
-# all layers is. Before it reads its list, quest counts, scores, weighs and cuts pages, records and lists them.
-BESIDE_ATTENTION = 9
+# Kernels that a step launches. Besides its attention a layer has eight: the products wqkv, wo, w_in and w_out, two
+# norms, rope with the cache writes, SwiGLU. Before it reads its list, quest counts, scores, weighs and cuts pages,
+# records and lists them.
+BESIDE_ATTENTION = 8
 OVER_A_LIST = launches("sparse_attention", n_entries=10**6)
 ATTENTION_KERNELS = {
-    "dense": launches("decode_attention"), "mass": launches("decode_attention_with_mass") + 1, "sparse": OVER_A_LIST,
-    "quest": launches("quest_pages") + 3 + OVER_A_LIST,
+    "dense": launches("decode_attention"), "mass": launches("decode_attention_with_mass"), "sparse": OVER_A_LIST,
+    "quest": launches("quest_pages") + 2 + OVER_A_LIST,
 }  # fmt: skip
 HEAD_KERNELS = 4  # cosines, the embedding with the first norm; the product with the vocabulary, logits to fp32
 
@@ -91,7 +91,8 @@ HEAD_KERNELS = 4  # cosines, the embedding with the first norm; the product with
 def kernels(config: ModelConfig, attention: str = "dense", more: int = 0) -> int:
     """Kernels of one step, attention one of ATTENTION_KERNELS, any other over a list; more: of each layer."""
     own = ATTENTION_KERNELS.get(attention, OVER_A_LIST)
-    return config.n_layers * (BESIDE_ATTENTION + own + more) + HEAD_KERNELS
+    copies = math.ceil(config.n_layers / 8) if attention == "mass" else 0  # that of eight layers to where all of it is
+    return config.n_layers * (BESIDE_ATTENTION + own + more) + copies + HEAD_KERNELS
 
 
 @dataclass(frozen=True, kw_only=True)
