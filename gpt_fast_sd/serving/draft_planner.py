@@ -473,6 +473,7 @@ class DraftPlanner:
             self._beginning = self._plain_seen < AT_FIRST + (expected < BRIEF)
             first = self._plain_seen == 1
             self.slowness *= min(max(surprise, 1 / FAST), FAR) if first else min(max(surprise, 1 / FAR), 1.0)
+            self._slow_when_plain = self.slowness
             return False, self.slowness
         learns = self._same < SETTLES
         if learns and not 1 / SURPRISE < surprise < SURPRISE:
