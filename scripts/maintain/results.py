@@ -451,8 +451,9 @@ def front(folder: Path, readme: str) -> str:
     gains = ", ".join(f"**{times:.2f}x** ({name})" for name, times in sorted(cpus.items()))
     text = (
         f"On two cores the first command below runs at {gains} of plain decoding (calls differ).\nOver batches and "
-        f"contexts, sampled, `--draft auto` makes, where it drafts, {ends['sweep']} with SmolLM2-135M (its file\n"
-        f"is quantized: drafts in few bits lose nothing) and {ends['long']} with the bundled test model (the plot);\n"
+        f"contexts, sampled, `--draft auto` makes, where it drafts (else plain), {ends['sweep']} with SmolLM2-135M\n"
+        f"(a quantized file: drafts in few bits lose nothing) and {ends['long']} with the bundled test model (the plot);"
+        "\n"
         f"{equal} greedy rows equal plain decoding, token for token: [all figures]({place}/README.md), "
         "[other CPUs](benchmarks/README.md)."
     )
