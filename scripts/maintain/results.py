@@ -452,8 +452,8 @@ def front(folder: Path, readme: str) -> str:
     text = (
         f"On two cores the first command below runs at {gains} of plain decoding (calls differ).\nOver batches and "
         f"contexts, sampled, `--draft auto` makes, where it drafts (else plain), {ends['sweep']} with SmolLM2-135M\n"
-        f"(a quantized file: drafts in few bits lose nothing) and {ends['long']} with the bundled test model (the plot);"
-        "\n"
+        f"(a quantized file: drafts in few bits lose nothing) and {ends['long']} with the bundled test model "
+        "(the plot);\n"
         f"{equal} greedy rows equal plain decoding, token for token: [all figures]({place}/README.md), "
         "[other CPUs](benchmarks/README.md)."
     )
