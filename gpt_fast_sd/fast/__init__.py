@@ -5,9 +5,9 @@ Operators in Triton, where `triton_serves`, are `decode_attention` (and with the
 `quest_pages`, and for tokens `likeliest`, which sorts on a CPU. `prepare_launches` does beforehand what Triton needs
 for launching any of them, and `launches` says how many kernels one call launches. On a CPU C++ attends if
 `cpu_attention_fits`.
-For a CPU there are also `packed_linear` and `packed_swiglu`, products with bf16, int8 or int4 weights that `pack` or
-`pack_int4` has packed (`int8_linear`, `int4_linear` and `int4_by_sums` in PyTorch, with weights from `quantize_rows`
-and `quantize_blocks`), `Stack`, which runs all layers of a packed model in one call, `cpu_judge_greedy`,
+For a CPU there is also `packed_linear`, products with bf16, int8 or int4 weights that `pack` or `pack_int4` has packed
+(`int8_linear`, `int4_linear` and `int4_by_sums` in PyTorch, with weights from `quantize_rows` and `quantize_blocks`),
+`Stack`, which runs all layers of a packed model in one call, `cpu_judge_greedy`,
 `cpu_judge_sampled`, `cpu_draw` and `cpu_commit` for what a round does besides, and for large vocabularies
 `cpu_distributions`. `begin_building` builds `cpu_kernels` in the background, with `vector_options` among Inductor's
 options.
@@ -29,23 +29,14 @@ from .cpu.linear import (
     packable,
     packed_linear,
     packed_rows,
-    packed_swiglu,
     packing_builds,
     unpack,
     unpack_int4,
     unpack_planes,
 )
 from .cpu.prebuild import build_kernel, kernels_to_build, sets_of_this_kind
-from .cpu.round import (
-    cpu_commit,
-    cpu_draw,
-    cpu_draw_serves,
-    cpu_judge_greedy,
-    cpu_judge_sampled,
-    cpu_round_serves,
-    cpu_uniform,
-)
-from .cpu.sampling import cpu_distributions, cpu_sampling_fits
+from .cpu.round import cpu_commit, cpu_draw, cpu_judge_greedy, cpu_judge_sampled, cpu_uniform
+from .cpu.sampling import cpu_distributions
 from .ops.choice import triton_serves
 from .ops.decode import decode_attention, decode_attention_with_mass, split_for
 from .ops.filters import likeliest
@@ -62,74 +53,3 @@ from .ops.prefill import (
 from .ops.select import guided_select, page_bounds, quest_pages, top_pages
 from .ops.sparse import sparse_attention
 from .triton.setup import prepare_launches
-
-__all__ = [
-    "BLOCK",
-    "LANES",
-    "LINE",
-    "MASS_PAGE",
-    "MOST_TILED",
-    "ROWS_AT_ONCE",
-    "InstructionSet",
-    "Int4",
-    "LayerWeights",
-    "Listed",
-    "Product",
-    "Spent",
-    "Stack",
-    "begin_building",
-    "build_kernel",
-    "chosen",
-    "cpu_attention_fits",
-    "cpu_commit",
-    "cpu_distributions",
-    "cpu_draw",
-    "cpu_draw_serves",
-    "cpu_judge_greedy",
-    "cpu_judge_sampled",
-    "cpu_kernels",
-    "cpu_round_serves",
-    "cpu_sampling_fits",
-    "cpu_uniform",
-    "decode_attention",
-    "decode_attention_with_mass",
-    "dequantize_blocks",
-    "guided_select",
-    "int4_by_sums",
-    "int4_linear",
-    "int8_linear",
-    "kernels_are_built",
-    "kernels_to_build",
-    "key_mass",
-    "launches",
-    "layers_build",
-    "likeliest",
-    "pack",
-    "pack_int4",
-    "pack_planes",
-    "packable",
-    "packed_linear",
-    "packed_rows",
-    "packed_swiglu",
-    "packing_builds",
-    "page_bounds",
-    "power_between",
-    "prefill_attention",
-    "prefill_attention_of_slots",
-    "prefill_attention_with_lse",
-    "prefill_splits",
-    "prepare_launches",
-    "quantize_blocks",
-    "quantize_rows",
-    "quest_pages",
-    "rebuilding",
-    "sets_of_this_kind",
-    "sparse_attention",
-    "split_for",
-    "top_pages",
-    "triton_serves",
-    "unpack",
-    "unpack_int4",
-    "unpack_planes",
-    "vector_options",
-]

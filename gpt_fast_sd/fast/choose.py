@@ -22,7 +22,7 @@ from .cpu.generated import GeneratedLinear, as_written, prepare_for_inductor
 from .cpu.instruction_sets import chosen
 from .cpu.linear import kernels_are_built
 from .cpu.packing import PackedFeedForward, is_packed, pack_linears
-from .cpu.round import cpu_round_serves
+from .cpu.round import available as round_builds
 from .cpu.sampling import LEAST_VOCABULARY
 from .cpu.sampling import available as distributions_build
 from .devices import traits_of
@@ -139,7 +139,7 @@ class FastBackend(Backend):
             layers = FusedLayers(model)
             parts["layers"] = {"hidden": layers, "logits": layers.logits}, "C++, one call"
         if not traits_of(self.device).compiles_sampling or not self.compiles:
-            if cpu_round_serves(self.device):
+            if round_builds():
                 names = ["draw", "uniform", "judge_sampled", "commit", *(["verify_greedy"] * (runner.group.size == 1))]
                 parts["acceptance"] = {name: getattr(cpp, name) for name in names}, who
             if model.config.vocab_size >= LEAST_VOCABULARY and distributions_build():

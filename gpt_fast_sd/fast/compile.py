@@ -122,9 +122,11 @@ def inductor_options(config: EngineConfig, device: torch.device) -> Options:
     if device.type != "cuda":
         return dict(vector_options())
     # Inductor would time the kernel that stores keys by copying the cache through pinned memory for each trial. Kernels
-    # that need nothing of each other are one launch: queries are turned in the one that stores keys
+    # that need nothing of each other are one launch: queries are turned in the one that stores keys. Not reductions:
+    # untimed, each would be one block that holds all rows
     untimed = {"triton.autotune_pointwise": False, "combo_kernels_autotune": 0}
-    return {"max_autotune": config.max_autotune, "combo_kernels": True, **untimed}
+    combined = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
+    return {"max_autotune_gemm": config.max_autotune, **combined, **untimed}
 
 
 def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:

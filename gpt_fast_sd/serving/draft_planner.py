@@ -4,8 +4,9 @@ As a GammaPlanner, but over several arms (policy, view, precision of the draft's
 target's step times. What lookup gains is told by the tokens that come without it, see LookupTrials. Another arm that
 has shown little is tried only while the value that it may have, by what is hoped of it (optimism in the face of
 uncertainty, Auer et al. 2002), beats what is known best; what tries lose beside that best is added up, and none is
-begun that might take the sum past a share of the run as far as it is known (a budget of regret). Nor does a round
-draft that might take what its view has gained beside plain rounds below a share: who gains may stake more.
+begun that might take the sum past a share of the run as far as it is known (a budget of regret). And a round drafts
+only if its view, were every draft refused, would still be behind plain decoding by no more than a share of the run:
+what it has gained before counts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, inf
 from operator import mul
+from statistics import fmean
 
 from ..config import MAX_GAMMA
 from ..policies.config import DraftConfig
@@ -34,11 +36,12 @@ from .gamma_planner import (
 from .lookup_trials import MOST, LookupTrials, Trial
 
 MOST_ARMS = 64
-TRYING = 0.012  # share of a run that tries may lose ...
-PAYING = 0.024  # ... and those that are expected to gain, which lose only where that was wrong
-LOSING, STAKE = 0.012, 0.5  # ... and that each view may, beside plain rounds, or this share of one ...
-MISSED = 8.0  # ... and lookup anew, each time that it would have gained so many times as much meanwhile
-HORIZON = 200.0  # tokens a row that a run is expected to bring at most: rows may end before they have all they may
+# What may be lost, as shares of a run, of which HORIZON tokens a row are expected at most (rows may end sooner) and of
+# which what is past counts half from LONG on: by tries beside the best that is known; by tries that are expected to
+# gain, which lose only where that was wrong; by each view beside plain rounds, which is STAKE plain rounds at least.
+LOSING, PAYING, STAKE = 0.012, 0.024, 0.5
+HORIZON, LONG = 200.0, 1600.0
+MISSED = 8.0  # times what it may lose that lookup would have gained meanwhile, after which its account begins anew
 SURPRISE = 1.3  # times what was expected that a round takes, or less by as much
 AT_FIRST = 2  # rounds of a run that are plain, and timed, beside which others are judged ...
 BRIEF = 0.005  # ... and one more where they are shorter than so many seconds, as they are longer just after others
@@ -48,13 +51,12 @@ FAR, FAST = 4.0, 2.0  # times as slow, or as fast, that a first round may say th
 HICCUP = 2.0  # times what a round was expected to take that it may have lost: the rest is the machine's
 SETTLES = 4  # rounds of another arm, or gamma, which show what it takes; later ones show how fast the machine is
 FOLLOWS = 0.3  # weight of a round in how fast the machine is
-STEADY = 8  # rounds for which what is best is not asked again, and at most of a try: asking takes time ...
-ASKING, ASKED = 0.0002, 0.005  # ... about so many seconds, which may be this share of a run of short rounds ...
-LAST_STEADY = 64  # ... and no more rounds than these
-RECORDING, SELDOM_RECORDED = 0.00003, 8  # seconds that recording a plain round takes; at least one of so many is
-KNOWN = 12.0  # first drafts after which what a view gains is known, or before if that is more than it may lose ...
-LOOKUP, LOOKED_UP = "lookup", 4  # ... of this view once the run's tokens have judged so many drafts, without a try
+STEADY, LAST_STEADY = 8, 64  # rounds, at least and at most, for which what is best is not asked again: a try takes 8
+SELDOM_ASKED = 0.04  # seconds for which it is not asked either where rounds are short: asking takes some 0.2 ms
 SURE, UNSURE = 16, 2  # rounds of the best arm in a run, up to which it is asked again after so many
+RECORDING, SELDOM_RECORDED = 0.006, 8  # seconds of which a plain round is recorded, but one of so many at least
+KNOWN = 12.0  # first drafts after which a view is known and needs no tries, or once it gained more than it may lose
+LOOKUP, LOOKED_UP = "lookup", 4  # this view is once the run's tokens have judged so many drafts, without a try
 HOPE_WEIGHT = 3.0  # number of drafts that what is hoped of a view counts as ...
 OWN_WEIGHT = 4.0  # ... and what is expected of a model's: refusals come in rows, and two of them tell little
 KIN = 8.0  # number of drafts that what arms with the same view have shown counts as for each of them
@@ -137,7 +139,7 @@ class DraftPlanner:
         self._all = (*self.of, *self.of_view.values())
         self.ready: tuple[int, ...] = ()  # arms that were timed
         self.arm = 0  # of the round that was chosen last
-        self.to_come = 0.0  # tokens of a row that the run may still bring
+        self.to_come, self.behind = 0.0, 0  # see GammaPlanner
         self.limits: Sequence[int] = ()  # see GammaPlanner
         self.slowness = 1.0  # of the machine, beside when steps were timed
         self._before: Key | None = None  # arm and gamma of the round before
@@ -276,15 +278,17 @@ class DraftPlanner:
             speeds |= self._speeds(i, took[i])
         run = self.seconds_run + min(self.to_come, HORIZON) / plain  # seconds, if no more is drafted
         share = self._share = max(LOSING * run, STAKE / plain)
-        # what its view must have gained, as a round loses so much if no draft is kept
-        needs = {(i, g): took[i][g] - 1 / plain - share for i in self.ready for g in took[i]} | {(0, 0): -inf}
+        n = 1 + self.behind  # rounds that lose so much if no draft is kept: this one, and those that are not known yet
+        # what its view must have gained
+        needs = {(i, g): n * (took[i][g] - 1 / plain) - share for i in self.ready for g in took[i]} | {(0, 0): -inf}
         gained = {i: self._gained[self.arms[i].view] for i in self.ready if self._shows(self.arms[i].view)}
         known = {(i, g): v for (i, g), v in speeds.items() if not g or gained.get(i, -inf) >= needs[i, g]}
         best = max(known, key=lambda key: known[key])
         if self._last in known and known[best] < GAIN * known[self._last]:
             best = self._last
         run = self.seconds_run + min(self.to_come, HORIZON) / known[best]
-        room, paying = TRYING * run - self.lost, PAYING * run - self.lost
+        debt = max(self.lost, -sum(gained for gained in self._gained.values() if gained < 0))
+        room, paying = (LOSING * run - self.lost) / n, (PAYING * run - debt) / n
         tried = self._to_try(took, best, speeds, room, paying)
         seen = min(self.plain.verify[0].seen, 4)  # only plain rounds show what they take
         gains = known[best] / plain
@@ -295,8 +299,8 @@ class DraftPlanner:
             tried = 0, 0
         self._best, self._needs = known[best], needs[tried or best]
         seconds = self.of[best[0]].seconds(best[1], n_keys)
-        asking = ceil(ASKING / (ASKED * seconds))
-        self._every = min(ceil(RECORDING / (ASKED * seconds)), SELDOM_RECORDED)
+        asking = ceil(SELDOM_ASKED / seconds)
+        self._every = min(ceil(RECORDING / seconds), SELDOM_RECORDED)
         self._steady = min(max(STEADY, asking), LAST_STEADY)
         if best[1] and self._rounds[best[0]] < SURE:
             self._steady = min(self._steady, max(UNSURE, asking // STEADY))
@@ -375,6 +379,7 @@ class DraftPlanner:
         """Record a round of an arm, as GammaPlanner.record does."""
         if self._skips(gamma):
             return
+        self._reads(n_keys)
         self._open(gamma)
         planner = self.of[arm if gamma else 0]
         tier = planner._tier(gamma)
@@ -392,6 +397,7 @@ class DraftPlanner:
         """Record a round of an arm, as GammaPlanner.record_whole does."""
         if self._skips(gamma):
             return
+        self._reads(n_keys)
         self._open(gamma)
         planner = self.of[arm if gamma else 0]
         tier, learns, expected = planner._tier(gamma), True, 0.0
@@ -434,8 +440,8 @@ class DraftPlanner:
             self._steady = 0
 
     def _miss(self, trials: Sequence[Trial], rows: int) -> None:
-        """Count what lookup would have gained: after some times what it may lose, it may lose as much anew."""
-        gamma, plain = min(MOST, max(self.tiers)), self.plain.seconds(0, self._n_keys)
+        """Count what lookup would have gained; its account begins anew once that is MISSED times what it may lose."""
+        gamma, plain = self.plain._tier(min(MOST, max(self.tiers))), self.plain.seconds(0, self._n_keys)
         costs = self.of[self._lookup or 0].seconds(gamma, self._n_keys) - plain
         self._missed += sum(accepted * plain - (not before) * costs for before, accepted in trials) / rows
         self._missed = max(0.0, self._missed)
@@ -449,6 +455,12 @@ class DraftPlanner:
         plain = not gamma and self._last == self._going == (0, 0) and not self._beginning
         return plain and self._skipped < self._every
 
+    def _reads(self, n_keys: int) -> None:
+        """Rounds read so many keys now; where that has changed much, what is best is asked at once."""
+        if max(n_keys, self._n_keys) > SURPRISE * min(n_keys, self._n_keys):
+            self._steady = 0
+        self._n_keys = n_keys
+
     def _open(self, gamma: int) -> None:
         """See GammaPlanner.open: arms share the target's steps."""
         if gamma in self.plain.further:
@@ -459,8 +471,9 @@ class DraftPlanner:
     def _follow(self, who: Key, seconds: float, expected: float, verify: StepTimes) -> tuple[bool, float]:
         """Whether a round tells what its steps take, and how slow the machine is beside when they were timed.
 
-        It slows down and recovers as its other users come and go, and all steps with it. How far a round is off what
-        was expected tells of the machine, and after a change of arms, the less is known of it the more, of the arm.
+        It slows down and recovers as its other users come and go, and all steps with it. Where a round is off what was
+        expected it is the machine's doing; in the first rounds after a change of arm partly the arm's, the more so the
+        fewer of its rounds were timed.
         """
         slowness = self.slowness
         surprise = seconds / expected / slowness
@@ -503,19 +516,24 @@ class DraftPlanner:
         skipped, self._skipped = max(0, self._skipped - 1), 0  # plain ones before this one
         if not 0 <= took < inf:  # no clock's
             return
-        seconds = min(took, HICCUP * expected) + self.plain.host[self.plain._tier(gamma)].seconds
-        self.seconds_run += seconds + (skipped * self.plain.seconds(0, self._n_keys) if skipped else 0.0)
+        plain, judged = self.plain.seconds(0, self._n_keys), self._judged  # every round shows what these gain
+        seconds = min(took, HICCUP * expected) + self.plain.host[self.plain._tier(gamma)].seconds if took else 0.0
+        self.seconds_run += seconds + skipped * plain
+        if self.seconds_run > LONG * plain:  # what was long ago allows no losses now, and forbids none
+            self.seconds_run, self.lost, self._missed = self.seconds_run / 2, self.lost / 2, self._missed / 2
+            self._gained = {view: gained / 2 for view, gained in self._gained.items()}
+        self._rounds[arm] += gamma > 0
         view = self.arms[arm].view if gamma and accepted else None
         own = (self.of[arm], self.of_view[view]) if view else ()
-        for planner in (one for one in self._all if one not in self._judged):  # every round shows what those gain
+        for planner in (one for one in self._all if one not in judged):
             planner.fade(FADE ** (skipped + (planner not in own)))
         if not view:
             return
-        self._rounds[arm] += 1
-        emitted = 1 + sum(accepted) / len(accepted)
+        kept = sum(accepted) / len(accepted)  # by rows that keep as many as are accepted
+        emitted = 1 + (fmean(min(kept, most) for most in self.limits) if self.limits else kept)
         if seconds and self._best and (not self._shows(view) or (arm, gamma) != self._last):
             self.lost = max(0.0, self.lost + seconds - emitted / self._best)
-        self._gained[view] += emitted * self.plain.seconds(0, self._n_keys) - seconds if seconds else 0.0
+        self._gained[view] += emitted * plain - seconds if seconds else 0.0
         if self._gained[view] < self._needs:
             self._steady = 0
         if self.of_view[view]._count(gamma, accepted):  # the text is another: what is best is asked at once

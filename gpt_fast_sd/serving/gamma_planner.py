@@ -107,6 +107,7 @@ class GammaPlanner:
 
     arm, ready = 0, (0,)  # there is one
     to_come = 0.0  # tokens of a row that the run may still bring
+    behind = 0  # rounds in flight, of which nothing is known yet
     limits: Sequence[int] = ()  # drafts that each row may keep in the next round; (): none keeps fewer than others
 
     def __init__(self, gamma: int | str, tiers: Sequence[int], further: Sequence[int] = ()) -> None:

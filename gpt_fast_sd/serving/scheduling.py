@@ -235,6 +235,7 @@ class Schedule:
             self.planner.to_come = sum(one.params.max_tokens - len(one.tokens) for _, one in live) / len(live)
             limits = [request.may_keep for _, request in live]
             self.planner.limits = limits if min(limits) < MAX_GAMMA else ()
+            self.planner.behind = len(self.in_flight)
             gamma = self.planner.choose(self.rounds.keys_read(plan))
             if self.planner.fixed is None:  # each process has its own clock
                 gamma, self.planner.arm = divmod(self.parallel.same(gamma * MOST_ARMS + self.planner.arm), MOST_ARMS)
@@ -312,8 +313,9 @@ class Schedule:
         self.agreement.note(f"tokens of round {self.n_rounds}", [(e.index, e.tokens, e.accepted) for e in events])
         stats, keys_read = self.stats, self.rounds.keys_read(round_.plan)
         stats.count(gamma, [event.drafted for event in events], [event.accepted for event in events])
-        limited = {request.index for _, request in round_.live if request.may_keep < gamma}
-        taken = [event.accepted for event in events if event.index not in limited]  # what others would have kept?
+        # what would rows have kept that may not keep so many, or ended meanwhile?
+        cut = {request.index for _, request in round_.live if request.may_keep < gamma or request.finish_reason}
+        taken = [event.accepted for event in events if event.index not in cut]
         stats.row_rounds += len(events)
         stats.decode_tokens += sum(len(event.tokens) for event in events)
         self.planner.count_lookup(looking_up, gamma, arm=arm)

@@ -91,7 +91,7 @@ HEAD_KERNELS = 4  # cosines, the embedding with the first norm; the product with
 def kernels(config: ModelConfig, attention: str = "dense", more: int = 0) -> int:
     """Kernels of one step, attention one of ATTENTION_KERNELS, any other over a list; more: of each layer."""
     own = ATTENTION_KERNELS.get(attention, OVER_A_LIST)
-    copies = math.ceil(config.n_layers / 8) if attention == "mass" else 0  # that of eight layers to where all of it is
+    copies = math.ceil((config.n_layers + 1) / 8) if attention == "mass" else 0  # of eight layers; the head is one, too
     return config.n_layers * (BESIDE_ATTENTION + own + more) + copies + HEAD_KERNELS
 
 

@@ -121,7 +121,7 @@ def test_an_engine_that_is_not_to_compile_needs_no_compiler_and_no_build(monkeyp
     def asked(*_: object) -> bool:
         raise AssertionError("a kernel was asked for")
 
-    monkeypatch.setattr("gpt_fast_sd.fast.choose.cpu_round_serves", asked)
+    monkeypatch.setattr("gpt_fast_sd.fast.choose.round_builds", asked)
     with pytest.raises(AssertionError, match="asked for"):
         make(SMALL, compile=True)
     monkeypatch.delattr(cpp_builder, "get_cpp_compiler")

@@ -3,6 +3,7 @@
 Shapes: B slots, T tokens in this call, V vocabulary.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -103,6 +104,20 @@ def test_any_gamma_and_number_of_slots_gives_the_bits_of_an_engine_without_draft
         tiers = [3, 0, 8, 1, 6]
         one.engine.schedule.planner.choose = lambda n_keys: tiers[one.engine.stats.rounds % 5]  # type: ignore[method-assign]
     assert covers(one.run(PROMPTS, PARAMS), off.run(PROMPTS, PARAMS))
+
+
+def test_arms_that_take_turns_with_plain_rounds_give_the_bits_of_an_engine_without_drafts(monkeypatch: Patch) -> None:
+    one = Watched("auto")
+    planner: Any = one.engine.schedule.planner
+    monkeypatch.setattr(planner, "promising", lambda few, many: range(len(planner.arms)))
+    turns = itertools.cycle([(arm, gamma) for arm in range(len(planner.arms)) for gamma in (4, 0)])
+
+    def choose(n_keys: int) -> int:
+        planner.arm, gamma = next(turns)
+        return gamma
+
+    monkeypatch.setattr(planner, "choose", choose)
+    assert covers(one.run(PROMPTS, PARAMS), Watched("off").run(PROMPTS, PARAMS))
 
 
 @thinned("name,dtype", ["off", "snapkv", "guided"], DTYPES)

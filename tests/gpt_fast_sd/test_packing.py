@@ -19,7 +19,7 @@ from gpt_fast_sd.fast import int8_linear, quantize_rows
 from gpt_fast_sd.fast.cpu import build, packing
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
 from gpt_fast_sd.fast.cpu.instruction_sets import chosen
-from gpt_fast_sd.fast.cpu.linear import pack, packed_linear, packed_swiglu
+from gpt_fast_sd.fast.cpu.linear import pack, packed_linear
 from gpt_fast_sd.fast.linear_int4 import Int4Linear
 from gpt_fast_sd.fast.linear_int8 import Int8Linear
 from gpt_fast_sd.fast.ops import int8
@@ -241,7 +241,7 @@ def test_swiglu_is_that_of_its_sums_for_any_number_of_rows(kind: str, n_out: int
         got = linear.swiglu(x)  # type: ignore[operator]
         assert got.dtype == BF16 and got.is_contiguous()
         if bf16 is not None:
-            assert got.equal(packed_swiglu(x, bf16))
+            assert got.equal(packed_linear(x, bf16, gated=True))
             continue
         whole = nn.functional.linear(x.double(), weight) if kind == "bf16" else sums(x.float(), None).double()
         gate, up = whole.unflatten(-1, (-1, 2)).unbind(-1)
@@ -260,9 +260,10 @@ def test_swiglu_takes_gates_of_any_size() -> None:
     x[:, 0] = torch.tensor([0, 1e-30, 1, -1, 80, -80, -87.5, -88, -89, 1e4, -1e4, 1e38, -1e38])
     x[:, 1] = 2.0
     expected = 2 * nn.functional.silu(x[:, 0].double())
-    torch.testing.assert_close(packed_swiglu(x, linear.weight)[:, 0].double(), expected, rtol=2**-8, atol=1e-30)
+    got = packed_linear(x, linear.weight, gated=True)
+    torch.testing.assert_close(got[:, 0].double(), expected, rtol=2**-8, atol=1e-30)
     x[4, 0] = torch.nan
-    got = packed_swiglu(x, linear.weight)
+    got = packed_linear(x, linear.weight, gated=True)
     assert got[4].isnan().all() and got[[3, 5]].isfinite().all()
 
 
@@ -320,9 +321,8 @@ def test_a_row_of_zeros_gives_zeros_and_no_row_at_all_gives_none(kind: str, pack
 def test_the_operators_are_what_they_say(kind: str) -> None:
     linear, x = packed(kind, 96, 64), torch.randn(5, 64).to(BF16)
     more = (linear.scale,) if kind == "int8" else (linear.scale, linear.blocks, kind.endswith("rows"))
-    ours = torch.ops.gpt_fast_sd
-    for operator, bias in ((ours.cpu_linear, (torch.randn(96).to(BF16),)), (ours.cpu_swiglu, ())):
-        torch.library.opcheck(operator.default, (x, linear.weight, *bias, *more))
+    for bias, how in ((torch.randn(96).to(BF16), {}), (None, {"gated": True})):
+        torch.library.opcheck(torch.ops.gpt_fast_sd.cpu_linear.default, (x, linear.weight, bias, *more), how)
 
 
 @pytest.mark.parametrize("packs", [False, True])

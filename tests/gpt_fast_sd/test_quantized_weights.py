@@ -173,7 +173,7 @@ def test_keys_of_float8_weights_are_equalized_by_their_scales_and_no_bit_changes
 BESIDE = {("int8", "cpu"): 5, ("int4", "cpu"): 16, ("float8", "cuda"): 4, ("int4", "cuda"): 10}
 
 
-@pytest.mark.parametrize(("name", "place"), few(BESIDE, list(BESIDE)[:3:2]))
+@pytest.mark.parametrize(("name", "place"), few(BESIDE, list(BESIDE)[:1]))
 def test_a_target_is_quantized_as_it_is_read_and_says_what_one_says_that_is_quantized_later(
     name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -303,14 +303,12 @@ def test_weights_that_are_stored_in_float8_stay_so_where_it_runs(kind: str, tmp_
 def test_float8_that_does_not_run_is_dequantized_as_is_said_once_and_a_cache_is_left_to_the_user(
     tmp_path: Path,
 ) -> None:
-    meant = save_float8(tmp_path, config=WHOLE)
+    save_float8(tmp_path, config=WHOLE)
     with pytest.warns(UserWarning) as said:
         loaded = loaded_from(tmp_path)
     (one,) = [str(w.message) for w in said]
     assert "stored in float8 are dequantized as they are read: quantize 'float8' runs on device 'cuda', and" in one
     assert loaded.config.quantize is None and {precision_of(m) for m in linears_of(loaded.model)} == {None}
-    expected = meant["model.layers.1.mlp.down_proj.weight"].bfloat16()
-    assert loaded.model.layers[1].feed_forward.w_out.weight.equal(expected)
     with pytest.warns(UserWarning, match="dequantized as they are read: --quantize int8"):
         loaded = loaded_from(tmp_path, quantize="int8")
     assert {type(m) for m in linears_of(loaded.model.layers)} == {Int8Linear}
@@ -321,15 +319,13 @@ def test_float8_that_does_not_run_is_dequantized_as_is_said_once_and_a_cache_is_
 
 @pytest.mark.usefixtures("as_on_cuda")
 def test_float8_in_blocks_is_dequantized_and_may_become_float8_with_a_scale_for_each_output(tmp_path: Path) -> None:
-    meant = save_float8(tmp_path, "blocks", config=WHOLE)
+    save_float8(tmp_path, "blocks", config=WHOLE)
     for asked in (None, "float8"):
         with pytest.warns(
             UserWarning, match=r"dequantized .*: a scale is that of a block, and those of layers are of ou"
         ):
             loaded = loaded_from(tmp_path, quantize=asked)
         assert {precision_of(m) for m in linears_of(loaded.model.layers)} == {asked}
-    plain = load_model(tmp_path).layers[1].feed_forward.w_out.weight
-    assert plain.equal(meant["model.layers.1.mlp.down_proj.weight"].bfloat16())
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -477,14 +473,6 @@ def test_a_draft_that_reads_all_is_accepted_often_and_not_always(precision: str,
     assert least < copied.stats.acceptance_rate < 1.0
 
 
-def test_another_draft_may_be_quantized_or_not() -> None:
-    one = engine(draft_of("streaming", gamma=3))
-    expected, before = spoken(one), bytes_of(one.model)
-    for wanted in ("int8", None, "int4"):
-        one.redraft(draft_of("quest", gamma=3, quantize=wanted))
-        assert spoken(one) == expected and is_untouched(one.model, before)
-
-
 # ---- planes: half of the target's own weights --------------------------------------------------------------------
 
 
@@ -543,6 +531,7 @@ def test_weights_in_planes_are_held_once_and_lie_nowhere_else_where_that_is_refu
     assert not any(ref() for ref in before) and spoken(one) == expected
 
 
+@pytest.mark.slow
 def test_packed_weights_of_a_kind_lie_in_planes_in_all_layers_or_in_none() -> None:
     model, config = packable(), EngineConfig(batch_size=2, max_seq_len=512)
     with torch.no_grad():

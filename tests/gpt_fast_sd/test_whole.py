@@ -28,7 +28,7 @@ from tests.drafts import draft_of
 from tests.gpt_fast_sd.fast.test_cpu import body, needs_kernel  # noqa: F401  needs_kernel asks for body
 from tests.gpt_fast_sd.policies.drafting import tokens_of
 from tests.gpt_fast_sd.test_exact import PARAMS, PROMPTS, Watched, covers
-from tests.helpers import few, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import few, random_ids, thinned, tiny_config, tiny_engine, tiny_model
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -130,8 +130,7 @@ STEPS: list[dict[str, Any]] = [
 
 
 @needs_kernel
-@pytest.mark.parametrize("name", few(MODELS, {"tied", "qwen2", "qwen3", "windows"}))
-@pytest.mark.parametrize("cache", CACHES)
+@thinned("name,cache", [*MODELS], [*CACHES])
 def test_it_is_the_model(by_operators: None, name: str, cache: str) -> None:
     """Of the same operators called one by one it differs in what the sums of norms and the angles are rounded to."""
     model = model_of(name)

@@ -363,6 +363,7 @@ def test_every_policy_emits_what_plain_decoding_emits(lossless: Bench) -> None:
     assert "draft_weights" in policies[1] and "draft_weights" not in policies[0]
 
 
+@pytest.mark.slow
 def test_a_divergence_is_printed_with_its_gap_and_fails_the_run_but_for_a_near_tie_of_16_bits(
     lossless: Bench, monkeypatch: Patch
 ) -> None:

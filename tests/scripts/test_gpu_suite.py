@@ -236,6 +236,7 @@ def test_ends_the_process():
 """
 
 
+@pytest.mark.slow
 def test_what_passed_waits_for_changes_of_source_and_what_failed_comes_last(tmp_path: Path, monkeypatch: Patch) -> None:
     folder = tmp_path / "tests" / "gpu"
     folder.mkdir(parents=True)

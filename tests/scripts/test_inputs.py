@@ -238,6 +238,7 @@ def test_what_is_made_is_decoded_by_batch_and_scored(tmp_path: Path, capsys: Pri
     assert len((tmp_path / "g.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_benchmark_takes_sets_and_tasks(tmp_path: Path, capsys: Printed) -> None:
     file = tmp_path / "s.json"
     flags = (f"--model bundled --draft streaming --gamma 2 --pairs 1 --fresh --no-compile --dtype fp32 --batch 2 "

@@ -91,6 +91,7 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
         assert said in refuses(peers.main, *argv, "--contexts", "20", *flags.split())
 
 
+@pytest.mark.slow
 def test_speculation_is_timed_beside_llama_cpps_own_and_cells_are_kept(
     tmp_path: Path, monkeypatch: Patch, capsys: Printed, refuses: Refuses
 ) -> None:

@@ -100,7 +100,7 @@ def served(folder: Path) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize(
-    "params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"stop": " the"}, {"logit_bias": {"70": 9}}], ids=str
+    "params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"stop": " the", "logit_bias": {"70": 9}}], ids=str
 )
 def test_answers_are_what_the_engine_gives(served: Running, params: dict[str, Any]) -> None:
     assert served.engine.tokenizer

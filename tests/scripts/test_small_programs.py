@@ -125,6 +125,7 @@ def test_a_soak_goes_through_all_policies(small: list[str], capsys: Printed, mon
 # ---- needles.py ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_needles_writes_counts_and_spread_of_every_policy(tmp_path: Path, capsys: Printed, refuses: Refuses) -> None:
     file = tmp_path / "needles.json"
     needles.main([*NEEDLES, "--json", str(file)])

@@ -32,9 +32,10 @@ LANES, LINE = 32, 64  # outputs of a block, and bytes of inputs: a packed weight
 IN_PLANES = 2  # of simd.hpp
 
 _library = torch.library.Library("gpt_fast_sd", "FRAGMENT")
-_INT4 = "Tensor? scale=None, Tensor? blocks=None, bool by_sums=False"
-_library.define(f"cpu_linear(Tensor x, Tensor packed, Tensor? bias, {_INT4}) -> Tensor")
-_library.define(f"cpu_swiglu(Tensor x, Tensor packed, {_INT4}) -> Tensor")
+_library.define(
+    "cpu_linear(Tensor x, Tensor packed, Tensor? bias, Tensor? scale=None, Tensor? blocks=None, bool by_sums=False,"
+    " bool gated=False) -> Tensor"
+)
 
 
 def cpu_kernels(
@@ -93,32 +94,18 @@ def packable(weight: Tensor) -> bool:
 
 
 def packed_linear(
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None = None,
-    blocks: Tensor | None = None,
-    by_sums: bool = False,
-) -> Tensor:
+    x: Tensor, packed: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, blocks: Tensor | None = None,
+    by_sums: bool = False, gated: bool = False,
+) -> Tensor:  # fmt: skip
     """x W' + bias: bf16 x [..., I], packed [O, I], bias [O] -> bf16 [..., O]; TypeError for other dtypes.
 
     With a scale, fp32 [O], packed is int8, and the result is that of `int8_linear`, bit for bit. With blocks, too, the
     three are an Int4, packed, and the result is that of the packed bf16 weight that they stand for, bit for bit; by
     sums, and packed so, it is that of `int4_by_sums`. Of planes, see pack_planes, packed is the upper one and blocks
     the lower one, or None for what a draft reads: the result is that of the packed bf16 weight, bit for bit.
+    Gated, outputs are gates and ups in turns: silu(gate) * up, [..., O / 2], of fp32 values before they are rounded.
     """
-    out: Tensor = torch.ops.gpt_fast_sd.cpu_linear(x, packed, bias, scale, blocks, by_sums)
-    return out
-
-
-def packed_swiglu(
-    x: Tensor, packed: Tensor, scale: Tensor | None = None, blocks: Tensor | None = None, by_sums: bool = False
-) -> Tensor:
-    """silu(gate) * up, whose rows alternate in packed [2 * F, I]: bf16 x [..., I] -> bf16 [..., F].
-
-    Computed from fp32 values, before they are rounded; TypeError for other dtypes.
-    """
-    out: Tensor = torch.ops.gpt_fast_sd.cpu_swiglu(x, packed, scale, blocks, by_sums)
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_linear(x, packed, bias, scale, blocks, by_sums, gated)
     return out
 
 
@@ -236,16 +223,12 @@ def kernel_for(whole: bool) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     return kernel
 
 
+@torch.library.impl(_library, "cpu_linear", "CPU")
 def product(
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    blocks: Tensor | None,
-    by_sums: bool,
-    gated: bool = False,
-) -> Tensor:
-    """The operators' own code: packed_linear or, gated, packed_swiglu."""
+    x: Tensor, packed: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, blocks: Tensor | None = None,
+    by_sums: bool = False, gated: bool = False,
+) -> Tensor:  # fmt: skip
+    """The operator's own code, see packed_linear."""
     # in a step with a single row, this Python code takes longer than the product of a small weight
     if x.dtype is not BF16:
         raise TypeError(f"packed weights multiply bf16, got {x.dtype}")
@@ -267,39 +250,9 @@ def product(
     return out
 
 
-@torch.library.impl(_library, "cpu_linear", "CPU")
-def _linear(
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None = None,
-    blocks: Tensor | None = None,
-    by_sums: bool = False,
-) -> Tensor:
-    return product(x, packed, bias, scale, blocks, by_sums, False)
-
-
-@torch.library.impl(_library, "cpu_swiglu", "CPU")
-def _swiglu(
-    x: Tensor, packed: Tensor, scale: Tensor | None = None, blocks: Tensor | None = None, by_sums: bool = False
-) -> Tensor:
-    return product(x, packed, None, scale, blocks, by_sums, True)
-
-
 @torch.library.register_fake("gpt_fast_sd::cpu_linear", lib=_library)  # type: ignore[untyped-decorator]
-def _linear_fake(
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None = None,
-    blocks: Tensor | None = None,
-    by_sums: bool = False,
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], packed.shape[0])
-
-
-@torch.library.register_fake("gpt_fast_sd::cpu_swiglu", lib=_library)  # type: ignore[untyped-decorator]
-def _swiglu_fake(
-    x: Tensor, packed: Tensor, scale: Tensor | None = None, blocks: Tensor | None = None, by_sums: bool = False
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], packed.shape[0] // 2)
+def _fake(
+    x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | None = None, blocks: Tensor | None = None,
+    by_sums: bool = False, gated: bool = False,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(*x.shape[:-1], packed.shape[0] // (1 + gated))

@@ -19,7 +19,6 @@ from .. import (
     packable,
     packed_linear,
     packed_rows,
-    packed_swiglu,
     unpack,
     unpack_int4,
     unpack_planes,
@@ -48,28 +47,30 @@ class _Packed(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class PackedLinear(_Packed, Linear):
+class _Multiplies(Linear):
+    """A Linear whose products run in the kernel, which takes its weight and what belongs to it."""
+
+    beside: tuple[str, ...] = ()  # names of its scales and blocks, see packed_linear
+    by_sums = False
+
+    def forward(self, x: Tensor, *, gated: bool = False) -> Tensor:
+        """[..., I] -> [..., O]"""
+        scale, blocks = (*(getattr(self, name) for name in self.beside), None, None)[:2]
+        return packed_linear(x, self.weight, self.bias, scale, blocks, self.by_sums, gated)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
+        return self.forward(x, gated=True)
+
+
+class PackedLinear(_Multiplies, _Packed, Linear):
     """A Linear whose weight [O, I] holds its elements in the order that `pack` gives them."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]"""
-        return packed_linear(x, self.weight, self.bias)
 
-    def swiglu(self, x: Tensor) -> Tensor:
-        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
-        return packed_swiglu(x, self.weight)
-
-
-class PackedInt8Linear(Int8Linear):
+class PackedInt8Linear(_Multiplies, Int8Linear):
     """An Int8Linear whose weight [O, I] holds its elements in the order that `pack` gives them."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]"""
-        return packed_linear(x, self.weight, self.bias, self.scale)
-
-    def swiglu(self, x: Tensor) -> Tensor:
-        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
-        return packed_swiglu(x, self.weight, self.scale)
+    beside = ("scale",)
 
     def in_order(self) -> Tensor:
         """The weight as its outputs and inputs are numbered: int8 [O, I]."""
@@ -80,70 +81,37 @@ class PackedInt8Linear(Int8Linear):
         return pack(weight)
 
 
-class PackedInt4Linear(Int4Linear):
+class PackedInt4Linear(_Multiplies, Int4Linear):
     """An Int4Linear that keeps its weight in the order that `pack_int4` gives it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]"""
-        return packed_linear(x, self.weight, self.bias, self.scale, self.blocks)
-
-    def swiglu(self, x: Tensor) -> Tensor:
-        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
-        return packed_swiglu(x, self.weight, self.scale, self.blocks)
+    beside = "scale", "blocks"
 
     def in_order(self) -> Int4:
         """The weight as its outputs and inputs are numbered."""
-        return unpack_int4(super().in_order())
+        return unpack_int4(super().in_order(), self.by_sums)
 
     def arranged(self, held: Int4) -> Int4:
         """Such a weight, packed."""
-        return pack_int4(held)
+        return pack_int4(held, self.by_sums)
 
 
 class SummedInt4Linear(PackedInt4Linear):
     """Packed int4 weights for few rows: activations of 15 bits, faster for one row, slower from 16 on."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]"""
-        return packed_linear(x, self.weight, self.bias, self.scale, self.blocks, by_sums=True)
-
-    def swiglu(self, x: Tensor) -> Tensor:
-        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
-        return packed_swiglu(x, self.weight, self.scale, self.blocks, by_sums=True)
-
-    def in_order(self) -> Int4:
-        """The weight as its outputs and inputs are numbered."""
-        return unpack_int4(Int4Linear.in_order(self), by_sums=True)
-
-    def arranged(self, held: Int4) -> Int4:
-        """Such a weight, packed."""
-        return pack_int4(held, by_sums=True)
+    by_sums = True
 
 
-class PackedUpperLinear(UpperLinear):
+class PackedUpperLinear(_Multiplies, UpperLinear):
     """An UpperLinear of a PackedPlanesLinear."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]"""
-        return packed_linear(x, self.weight, self.bias, self.scale)
-
-    def swiglu(self, x: Tensor) -> Tensor:
-        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
-        return packed_swiglu(x, self.weight, self.scale)
+    beside = ("scale",)
 
 
-class PackedPlanesLinear(PlanesLinear):
+class PackedPlanesLinear(_Multiplies, PlanesLinear):
     """A PlanesLinear, no row of which is whole, whose planes lie in the order that `pack_planes` gives them."""
 
     reader = PackedUpperLinear
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]"""
-        return packed_linear(x, self.weight, self.bias, self.scale, self.lower)
-
-    def swiglu(self, x: Tensor) -> Tensor:
-        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
-        return packed_swiglu(x, self.weight, self.scale, self.lower)
+    beside = "scale", "lower"
 
     def in_order(self) -> Planes:
         """The weight as its outputs and inputs are numbered."""
@@ -171,7 +139,7 @@ class PackedEmbedding(_Packed, nn.Embedding):
 class PackedFeedForward(FeedForward):
     """A FeedForward that applies SwiGLU to the results of its packed w_in inside the kernel."""
 
-    w_in: PackedLinear | PackedInt8Linear | PackedInt4Linear | PackedPlanesLinear | PackedUpperLinear
+    w_in: _Multiplies
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
@@ -192,11 +160,7 @@ FOR_FEW_ROWS = PACKED | {Int4Linear: SummedInt4Linear}
 
 def all_packed(model: nn.Module) -> bool:
     """Whether every product with the model's weights runs through the kernel."""
-    return all(_is_packed(module) for module in model.modules() if isinstance(module, nn.Linear))
-
-
-def _is_packed(module: nn.Module) -> bool:
-    return type(module) in (*PACKED.values(), *FOR_FEW_ROWS.values(), PackedPlanesLinear, PackedUpperLinear)
+    return all(isinstance(module, _Multiplies) for module in model.modules() if isinstance(module, nn.Linear))
 
 
 def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
@@ -238,7 +202,7 @@ def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
             continue
         if changed:  # since another engine has laid it out
             module.__class__ = FeedForward
-        elif _is_packed(module.w_in) and module.w_in.bias is None:
+        elif isinstance(module.w_in, _Multiplies) and module.w_in.bias is None:
             module.__class__ = PackedFeedForward
     return n_packed
 

@@ -23,16 +23,6 @@ _library.define("cpu_draw(Tensor p, Tensor u) -> Tensor")
 _library.define("cpu_uniform(Tensor seed, Tensor position, int stream) -> Tensor")
 
 
-def cpu_draw_serves(device: torch.device) -> bool:
-    """Whether cpu_draw and cpu_uniform serve tensors of a device on this machine."""
-    return device.type == "cpu" and available()
-
-
-def cpu_round_serves(device: torch.device) -> bool:
-    """Whether all of this module does: what judges and commits is not traced."""
-    return cpu_draw_serves(device) and not torch.compiler.is_compiling()
-
-
 @constant_where_traced
 def available() -> bool:
     """Whether the kernel can be built here, or is."""

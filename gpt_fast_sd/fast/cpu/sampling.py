@@ -26,11 +26,6 @@ _library.define(
 )
 
 
-def cpu_sampling_fits(rows: Tensor) -> bool:
-    """Whether the kernel serves such rows [B, V] on this machine. It depends neither on B nor on values."""
-    return rows.device.type == "cpu" and rows.shape[-1] >= LEAST_VOCABULARY and available()
-
-
 @constant_where_traced
 def available() -> bool:
     """Whether the kernel can be built here, or is."""

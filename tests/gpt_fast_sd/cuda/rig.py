@@ -41,7 +41,7 @@ class Rig:
 
 def fake_rig(head_dim: int = 64, form: str = "bf16", dim: int = 512) -> Rig:
     config = ModelConfig(
-        vocab_size=4096, dim=dim, n_layers=LAYERS, n_heads=dim // head_dim, n_kv_heads=dim // 4 // head_dim,
+        vocab_size=128_256, dim=dim, n_layers=LAYERS, n_heads=dim // head_dim, n_kv_heads=dim // 4 // head_dim,
         head_dim=head_dim, ffn_dim=2 * dim, max_seq_len=CAPACITY,
     )  # fmt: skip
     with CUDA:

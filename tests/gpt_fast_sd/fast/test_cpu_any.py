@@ -151,9 +151,7 @@ def test_products_of_every_kind_of_weight_are_their_references_for_any_rows(inst
         x: Tensor, numbers: Tensor, blocks: Tensor | None, scales: Tensor | None, bias: Tensor | None,
         gated: bool = False, by_sums: int = False,
     ) -> Tensor:  # fmt: skip
-        if gated:
-            return cpu_linear.packed_swiglu(x, numbers)
-        return cpu_linear.packed_linear(x, numbers, bias, scales, blocks, by_sums=by_sums is True)
+        return cpu_linear.packed_linear(x, numbers, bias, scales, blocks, by_sums is True, gated)
 
     check_products(product, n_in, (1, 2, 3, 4, 5, 6, 7, 12, 13, 31, 49, 130), fused=instructions != "plain")
 

@@ -98,7 +98,6 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cpu_attention_with_mass int8": lambda: dense(T, "int8"),
     "cpu_attention_with_mass planes": lambda: dense(T, "planes", 64),
     "cpu_linear": lambda: (queries(), kernels.pack(torch.randn(96, H).bfloat16()), torch.randn(96).bfloat16()),
-    "cpu_swiglu": lambda: (queries(), kernels.pack(torch.randn(96, H).bfloat16())),
     "cpu_distributions": lambda: (
         torch.randn(B, 50), torch.tensor([0.0, 0.8]), torch.tensor([50, 5]), torch.ones(B, dtype=torch.float64),
         torch.full((B,), -1.0, dtype=torch.float64),

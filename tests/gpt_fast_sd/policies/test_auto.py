@@ -12,16 +12,16 @@ from gpt_fast_sd.loading import MemoryPlan, System, fit
 from gpt_fast_sd.policies.auto import AutoConfig
 from gpt_fast_sd.serving.lookup_trials import Trial
 from tests.gpt_fast_sd.policies.test_drafts_without_a_model import trials_of
-from tests.helpers import Patch, random_ids, tiny_config, tiny_engine, tiny_model
+from tests.helpers import Patch, random_ids, thinned, tiny_config, tiny_engine, tiny_model
 
 PROMPTS = [random_ids(n, seed=n) for n in (70, 1, 30, 9)]
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize(
-    "turns",
+@thinned(
+    "turns,captured",
     ["standalone", "standalone - standalone lookup guided streaming", "guided - - standalone lookup", "- guided"],
+    [False, True],
 )
 def test_arms_in_turns_emit_the_plain_tokens_and_a_draft_model_that_is_the_target_keeps_all(
     turns: str, captured: bool, monkeypatch: Patch, request: pytest.FixtureRequest
@@ -81,10 +81,11 @@ def test_one_copy_of_each_precision_is_planned_for_and_left_out_where_it_does_no
         replace(system, config=replace(config, quantize="int8"))).system.draft.arms)  # fmt: skip
 
 
-def test_a_gamma_that_is_given_is_that_of_all_arms_or_nothing_is_drafted() -> None:
-    one = tiny_engine(DraftConfig(policy="auto", gamma=3), batch_size=2)
+@pytest.mark.parametrize("gamma", [3, 8])
+def test_a_gamma_that_is_given_is_that_of_all_arms_or_nothing_is_drafted(gamma: int) -> None:
+    one = tiny_engine(DraftConfig(policy="auto", gamma=gamma), batch_size=2)
     one.generate(PROMPTS, PARAMS)
-    assert set(one.stats.rounds_by_gamma) <= {0, 1, 2, 3} and one.schedule.planner.tiers == (0, 3)
+    assert set(one.stats.rounds_by_gamma) <= {*range(gamma + 1)} and one.schedule.planner.tiers == (0, gamma)
     one.redraft(DraftConfig(policy="streaming", gamma=1))
     plain = one.generate(PROMPTS, PARAMS)
     one.redraft(DraftConfig(policy="auto"))

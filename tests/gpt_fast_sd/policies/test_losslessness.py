@@ -98,15 +98,15 @@ OVER = {"cheap": "standalone"} | NEAR
 CASES: list[tuple[str, int, dict[str, Any], int, SamplingParams, Plant | None]] = [
     ("lookup", 1, {}, 4, SAMPLED, None), ("lookup", 1, {}, 4, SAMPLED, told_the_targets_own),
     ("standalone", 1, NEAR, 4, SAMPLED, None), ("hierarchy", 1, OVER, 4, SAMPLED, None),
-    ("hierarchy", 1, {}, 4, SAMPLED, choosing_what_to_show), ("early_exit", 2, {}, 4, SAMPLED, None),
     # the slow ones
+    ("hierarchy", 1, {}, 4, SAMPLED, choosing_what_to_show), ("early_exit", 2, {}, 4, SAMPLED, None),
     ("standalone", 1, NEAR, 4, SAMPLED, told_the_targets_own), ("hierarchy", 1, {}, 4, SAMPLED, None),
     ("hierarchy", 1, {}, 5, NARROW, None), ("hierarchy", 1, {}, 4, SAMPLED, told_the_targets_own),
     ("hierarchy", 1, OVER, 4, SAMPLED, told_the_targets_own),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("policy", "n_layers", "draft", "gamma", "params", "plant"), few(CASES, CASES[:6]))
+@pytest.mark.parametrize(("policy", "n_layers", "draft", "gamma", "params", "plant"), few(CASES, CASES[:4]))
 def test_sampled_tokens_follow_the_target_exactly_and_a_bug_would_be_found(
     policy: str, n_layers: int, draft: dict[str, Any], gamma: int, params: SamplingParams, plant: Plant | None
 ) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies import quest
-from gpt_fast_sd.policies.picture import SHADES, picture
 from gpt_fast_sd.policies.quest import QuestKV
 from gpt_fast_sd.policies.selection import page_bounds
 from gpt_fast_sd.round import decode_step
@@ -302,25 +301,3 @@ def test_rounds_without_drafts_in_between_lose_nothing_that_fits(name: str) -> N
     drafting_now_and_then(one, [*[0] * 70, 3, 3, *[0] * 5, 3, 0, 3, *[0] * 17])
     one.generate([random_ids(n, seed=n) for n in (1, 20, 120, 300)], SamplingParams(max_tokens=200))
     assert one.stats.drafted > 60 and one.stats.acceptance_rate == 1.0
-
-
-# ---- the picture of what is read: blank means nothing, solid means all ---------------------------------------------
-
-
-def test_a_stretch_is_shaded_by_the_share_of_it_that_is_read() -> None:
-    mask = torch.zeros(1, 2, 60, dtype=torch.bool)
-    mask[0, 0, :10] = mask[0, 0, 10] = mask[0, 0, 20:25] = mask[0, 0, 30:39] = True
-    assert picture(mask, width=6).splitlines() == [
-        "               0     59",
-        "layer 0  head 0 |█░▒▓  | 25",
-        "layer 0  head 1 |      | 0",
-    ]
-
-
-@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 5001])
-def test_one_entry_of_many_is_never_blank_and_one_missing_is_never_solid(n: int) -> None:
-    lone = torch.eye(n, dtype=torch.bool)[:: max(1, n // 50)][None]  # a line for each of some positions
-    for mask, all_else in ((lone, " "), (~lone, "█")):
-        for line in picture(mask).splitlines()[1:]:
-            bar = line[line.index("|") + 1 : line.rindex("|")]
-            assert len(bar) == min(n, 64) and sum(shade != all_else for shade in bar) == 1 and set(bar) <= set(SHADES)

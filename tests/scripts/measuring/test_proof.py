@@ -92,6 +92,7 @@ def test_samples_find_drafts_judged_by_a_filtered_q_and_drawn_from_another(wide:
     assert_found(drawn(wide, 4000))
 
 
+@pytest.mark.slow
 def test_samples_find_a_number_that_is_used_twice_and_a_temperature_that_is_not(
     wide: Engine, monkeypatch: Patch
 ) -> None:
@@ -268,6 +269,7 @@ def test_tokens_that_follow_their_distribution_lie_anywhere_in_it_and_others_do_
         assert (lossless.chance_of(whole, freedom) > 1e-3) is (temperature == 1) is (each < 30)
 
 
+@pytest.mark.slow
 def test_samples_find_tokens_that_depend_on_those_before(wide: Engine, monkeypatch: Patch) -> None:
     for module in (acceptance, lossless):  # the truth's own random numbers are no engine's
         monkeypatch.setattr(module, "uniform", lambda seed, pos, stream: uniform(seed, pos // 4, stream))
@@ -275,6 +277,7 @@ def test_samples_find_tokens_that_depend_on_those_before(wide: Engine, monkeypat
     assert_found(drawn(wide))
 
 
+@pytest.mark.slow
 def test_samples_find_a_filter_that_leaks_once(wide: Engine, monkeypatch: Patch) -> None:
     stream, unlikely = Engine.stream, int(wide.logits(PROMPTS[0], last=1)[0].argmin())
 
