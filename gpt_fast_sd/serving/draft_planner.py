@@ -231,15 +231,21 @@ class DraftPlanner:
 
     def rates(self, i: int, n: int = MAX_GAMMA, *, hoped: bool = False) -> list[float]:
         """The chance of the first, second, ... n-th draft of an arm; hoped: as high as it may still turn out to be."""
-        arm, of_view = self.arms[i], self.of_view[self.arms[i].view]
+        return self._own_rates(i, self._rates_of_view(i, n, hoped), n, hoped)
+
+    def _rates_of_view(self, i: int, n: int, hoped: bool) -> list[float]:
+        """The same of any arm with the view of this one, whose precision is not looked at."""
+        arm = self.arms[i]
         prior: list[float] | float = arm.hope if hoped else arm.expected
         if arm.like in self.of_view and self._shows(arm.like):
             lift = min(1.0, (1 + hoped) * arm.lift)
             prior = [rate + (1 - rate) * lift for rate in self.of_view[arm.like].rates(n=n)]
-        better = BETTER if hoped else 0.0
         weight = HOPE_WEIGHT if hoped else PRIOR_WEIGHT if arm.view == LOOKUP else OWN_WEIGHT
-        kin = of_view.rates(prior, weight, n)
-        return self.of[i].rates([min(0.999, arm.share * (rate + better)) for rate in kin], KIN, n)
+        return self.of_view[arm.view].rates(prior, weight, n)
+
+    def _own_rates(self, i: int, of_view: list[float], n: int, hoped: bool) -> list[float]:
+        share, better = self.arms[i].share, BETTER if hoped else 0.0
+        return self.of[i].rates([min(0.999, share * (rate + better)) for rate in of_view], KIN, n)
 
     def _shows(self, view: str) -> bool:
         if view == LOOKUP:
@@ -248,14 +254,28 @@ class DraftPlanner:
 
     def _seconds(self, n_keys: int) -> dict[int, dict[int, float]]:
         """Those of the rounds of each arm that is ready, by gamma."""
-        tiers = [g for g in self.tiers[1:] if g <= max(self.limits, default=g)]
-        return {i: {g: self.of[i].seconds(g, n_keys) for g in tiers} for i in self.ready}
+        most, verifying, found = max(self.limits, default=MAX_GAMMA), dict[int, dict[int, float]](), {}
+        for i in self.ready:
+            arm = self.of[i]
+            if id(arm.verify) not in verifying:  # arms share it, and the host's seconds
+                of_tier = {g: arm.verify[g](n_keys) + arm.host[g].seconds for g in self.tiers[1:] if g <= most}
+                verifying[id(arm.verify)] = of_tier
+            assert arm.start and arm.draft
+            start, step = arm.start(n_keys), arm.draft(n_keys)
+            found[i] = {g: start + arm.steps(g) * step + rest for g, rest in verifying[id(arm.verify)].items()}
+        return found
 
-    def _speeds(self, i: int, seconds: dict[int, float], *, hoped: bool = False) -> dict[Key, float]:
-        """Tokens per row and second of an arm's rounds, by gamma."""
-        rates = self.rates(i, max(self.tiers), hoped=hoped)
-        emitted = over_rows([*accumulate(accumulate(rates, mul, initial=1.0))], self.limits)
-        return {(i, g): emitted[g] / seconds[g] for g in seconds}
+    def _speeds(self, took: dict[int, dict[int, float]], *, hoped: bool = False) -> dict[Key, float]:
+        """Tokens per row and second of the rounds of arms, by arm and gamma, from the seconds that they take."""
+        of_view, speeds, n = dict[str, list[float]](), dict[Key, float](), max(self.tiers)
+        for i, seconds in took.items():
+            view = self.arms[i].view
+            if view not in of_view:
+                of_view[view] = self._rates_of_view(i, n, hoped)
+            rates = self._own_rates(i, of_view[view], n, hoped)
+            emitted = over_rows([*accumulate(accumulate(rates, mul, initial=1.0))], self.limits)
+            speeds |= {(i, g): emitted[g] / seconds[g] for g in seconds}
+        return speeds
 
     def choose(self, n_keys: int) -> int:
         """Gamma of the next round, whose arm is `arm`."""
@@ -273,16 +293,14 @@ class DraftPlanner:
             self._since_plain = self._since_plain + 1 if gamma else 0
             return gamma
         self._n_keys, plain = n_keys, 1 / self.plain.seconds(0, n_keys)
-        speeds, took = {(0, 0): plain}, self._seconds(n_keys)
-        for i in self.ready:
-            speeds |= self._speeds(i, took[i])
+        took = self._seconds(n_keys)
+        speeds = {(0, 0): plain} | self._speeds(took)
         run = self.seconds_run + min(self.to_come, HORIZON) / plain  # seconds, if no more is drafted
         share = self._share = max(LOSING * run, STAKE / plain)
         n = 1 + self.behind  # rounds that lose so much if no draft is kept: this one, and those that are not known yet
-        # what its view must have gained
-        needs = {(i, g): n * (took[i][g] - 1 / plain) - share for i in self.ready for g in took[i]} | {(0, 0): -inf}
-        gained = {i: self._gained[self.arms[i].view] for i in self.ready if self._shows(self.arms[i].view)}
-        known = {(i, g): v for (i, g), v in speeds.items() if not g or gained.get(i, -inf) >= needs[i, g]}
+        gained = {view: gained + share for view, gained in self._gained.items() if self._shows(view)}
+        most = {i: gained.get(self.arms[i].view, -inf) / n + 1 / plain for i in self.ready}  # seconds that one may take
+        known = {(i, g): v for (i, g), v in speeds.items() if not g or took[i][g] <= most[i]}
         best = max(known, key=lambda key: known[key])
         if self._last in known and known[best] < GAIN * known[self._last]:
             best = self._last
@@ -297,7 +315,8 @@ class DraftPlanner:
         self._after = after
         if tried is None and best[1] and (self._since_plain >= after or (odd and self._since_plain > 1)):
             tried = 0, 0
-        self._best, self._needs = known[best], needs[tried or best]
+        i, g = tried or best
+        self._best, self._needs = known[best], n * (took[i][g] - 1 / plain) - share if g else -inf
         seconds = self.of[best[0]].seconds(best[1], n_keys)
         asking = ceil(SELDOM_ASKED / seconds)
         self._every = min(ceil(RECORDING / seconds), SELDOM_RECORDED)
@@ -325,16 +344,13 @@ class DraftPlanner:
         room, paying_room: seconds that it may lose; the second if it is expected to be faster.
         """
         best, could = speeds[known], list[Key]()
-        if paying_room <= 0:
+        if paying_room <= min((least for one in took.values() for least in one.values()), default=0.0) - 1 / best:
             return None
-        for i in (i for i in self.ready if self.arms[i].view != LOOKUP):
-            hoped = self._speeds(i, took[i], hoped=True)
-            unknown = not self._shows(self.arms[i].view)
-            could += [
-                key for key in hoped
-                if key != known and hoped[key] > GAIN * best and (unknown or hoped[key] > GAIN * speeds[key])
-                and took[i][key[1]] - 1 / best <= (room if speeds[key] < best else paying_room)  # if no draft is kept
-            ]  # fmt: skip
+        others = {i: took[i] for i in self.ready if self.arms[i].view != LOOKUP}
+        for (i, g), hoped in self._speeds(others, hoped=True).items():
+            speed, lost = speeds[i, g], took[i][g] - 1 / best  # if no draft is kept
+            if (i, g) != known and hoped > GAIN * best and lost <= (room if speed < best else paying_room):
+                could += [(i, g)] * (hoped > GAIN * speed or not self._shows(self.arms[i].view))
         losses = {key: took[key[0]][key[1]] * (1 - speeds[key] / best) for key in could}
         paying = [key for key in could if losses[key] <= 0]
         if paying:
@@ -349,7 +365,7 @@ class DraftPlanner:
             if i not in self.ready:
                 known.append(Found(arm.name, 0, None, None, 0))
                 continue
-            speeds = self._speeds(i, seconds[i])
+            speeds = self._speeds({i: seconds[i]})
             (_, gamma), speed = max(speeds.items(), key=lambda one: one[1], default=((i, 0), 0.0))
             seen = self.of[i].shown
             judged = arm.view == LOOKUP and self._shows(LOOKUP)

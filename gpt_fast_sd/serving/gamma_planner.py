@@ -260,10 +260,9 @@ class GammaPlanner:
 
     def count_trials(self, trials: Sequence[Trial], *, anew: bool = True) -> None:
         """Count drafts that no round verified. anew: they are those of a round, and not of one that is recorded."""
-        self._apply()
         if anew:
-            self._decay()
-            self._refused *= DECAY
+            self.fade(DECAY)
+        self._apply()
         if (0, True) in trials:
             self._refused, self._luck = 0.0, 1.0
         for i, accepted in trials:
@@ -301,7 +300,7 @@ class GammaPlanner:
             self._refused, self._luck = 0.0, 1.0
             return False
         before, n = self._refused, len(accepted)  # those before have been counted, this round's have not
-        self._luck *= (1 - self.rates()[0]) ** n
+        self._luck *= (1 - self.rates(n=1)[0]) ** n
         self._refused = DECAY * before + n
         if self._luck >= UNLIKELY or before + n < LEAST_REFUSED:
             return False
@@ -343,11 +342,14 @@ class GammaPlanner:
         n: of so many drafts, None: of all.
         """
         self._apply()
-        rates, rate = [], prior if isinstance(prior, float) else 0.0
-        for i, (accepted, trials) in enumerate(zip(self._accepted[:n], self._trials[:n], strict=True)):
-            rate = rate if isinstance(prior, float) else prior[i]
-            rate = (accepted + weight * rate) / (trials + weight)
-            rates.append(rate)
+        shown, rates = zip(self._accepted[:n], self._trials[:n], strict=True), list[float]()
+        if not isinstance(prior, float):
+            return [
+                (accepted + weight * rate) / (n + weight) for (accepted, n), rate in zip(shown, prior, strict=False)
+            ]
+        for accepted, trials in shown:
+            prior = (accepted + weight * prior) / (trials + weight)
+            rates.append(prior)
         return rates
 
     def reader(self, text: Sequence[int]) -> LookupTrials | None:

@@ -318,7 +318,8 @@ class Schedule:
         taken = [event.accepted for event in events if event.index not in cut]
         stats.row_rounds += len(events)
         stats.decode_tokens += sum(len(event.tokens) for event in events)
-        self.planner.count_lookup(looking_up, gamma, arm=arm)
+        if looking_up:
+            self.planner.count_lookup(looking_up, gamma, arm=arm)
         working = time.perf_counter() - started
         if round_.begun_event:  # it ran while the host worked, and perhaps whoever consumes the tokens: not his time
             device, collecting = round_.device_seconds, time.perf_counter() - collected
