@@ -155,6 +155,7 @@ class DraftPlanner:
         self._steady = self._after = self._plain_seen = self._at_first = 0
         self._every, self._beginning, self._stalled = 1, True, False
         self._looked_up = 0  # drafts that this run's tokens have judged
+        self._waiting = list[Sequence[tuple[LookupTrials, Sequence[int]]]]()  # what rounds emitted that judged none yet
 
     @property
     def plain(self) -> GammaPlanner:
@@ -227,7 +228,7 @@ class DraftPlanner:
         self._last = self._going = (0, 0)
         self._before, self._plain_seen, self._beginning = None, 0, True
         self._skipped = self._at_first = self._looked_up = 0
-        self._stalled = False
+        self._stalled, self._waiting = False, []
 
     def rates(self, i: int, n: int = MAX_GAMMA, *, hoped: bool = False) -> list[float]:
         """The chance of the first, second, ... n-th draft of an arm; hoped: as high as it may still turn out to be."""
@@ -293,6 +294,7 @@ class DraftPlanner:
             self._since_plain = self._since_plain + 1 if gamma else 0
             return gamma
         self._n_keys, plain = n_keys, 1 / self.plain.seconds(0, n_keys)
+        self._count_waiting()
         took = self._seconds(n_keys)
         speeds = {(0, 0): plain} | self._speeds(took)
         run = self.seconds_run + min(self.to_come, HORIZON) / plain  # seconds, if no more is drafted
@@ -360,6 +362,7 @@ class DraftPlanner:
 
     def found(self) -> list[Found]:
         """What is known of each arm by now, by the keys that the last rounds read; the fastest first."""
+        self._count_waiting()
         plain, known, seconds = self.plain.seconds(0, self._n_keys), [], self._seconds(self._n_keys)
         for i, arm in enumerate(self.arms):
             if i not in self.ready:
@@ -444,23 +447,39 @@ class DraftPlanner:
         return LookupTrials(text, self.arms[self._lookup].ngram, max(self.tiers))
 
     def count_lookup(self, rows: Sequence[tuple[LookupTrials, Sequence[int]]], gamma: int, *, arm: int) -> None:
-        """Count what lookup would have drafted for rows that continue with what a round of an arm emitted."""
-        own, known = arm == self._lookup and gamma > 0, self._shows(LOOKUP)
-        trials = [one for row, new in rows for one in (row.follow_own(new, gamma) if own else row.follow(new))]
-        for planner in self._judged:
-            planner.count_trials(trials, anew=not own)
-        self._looked_up += len(trials)
-        if not own and rows:
-            self._miss(trials, len(rows))
-        if self._shows(LOOKUP) and not known:
-            self._steady = 0
+        """Count what lookup would have drafted for rows that continue with what a round of an arm emitted.
 
-    def _miss(self, trials: Sequence[Trial], rows: int) -> None:
-        """Count what lookup would have gained; its account begins anew once that is MISSED times what it may lose."""
+        Once that is known it is counted when it is asked who drafts: rounds may be short.
+        """
+        if arm == self._lookup and gamma:
+            self._count_waiting()
+            trials = [one for row, new in rows for one in row.follow_own(new, gamma)]
+            self._count_trials(trials, 0)
+            return
+        self._waiting.append(rows)
+        if not self._shows(LOOKUP):
+            self._count_waiting()
+            if self._shows(LOOKUP):
+                self._steady = 0
+
+    def _count_trials(self, trials: Sequence[Trial], rounds: int) -> None:
+        for planner in self._judged:
+            planner.count_trials(trials, rounds)
+        self._looked_up += len(trials)
+
+    def _count_waiting(self) -> None:
+        """Count what waits, and what lookup would have gained: after MISSED times what it may lose it may lose anew."""
+        if not self._waiting:
+            return
         gamma, plain = self.plain._tier(min(MOST, max(self.tiers))), self.plain.seconds(0, self._n_keys)
-        costs = self.of[self._lookup or 0].seconds(gamma, self._n_keys) - plain
-        self._missed += sum(accepted * plain - (not before) * costs for before, accepted in trials) / rows
-        self._missed = max(0.0, self._missed)
+        costs, trials = self.of[self._lookup or 0].seconds(gamma, self._n_keys) - plain, list[Trial]()
+        for rows in self._waiting:
+            of_round = [one for row, new in rows for one in row.follow(new)]
+            gained = sum(accepted * plain - (not before) * costs for before, accepted in of_round) / len(rows)
+            self._missed = max(0.0, self._missed + gained)
+            trials += of_round
+        self._count_trials(trials, len(self._waiting))
+        self._waiting = []
         if self._gained[LOOKUP] < 0 and self._missed > MISSED * self._share > 0:
             self._gained[LOOKUP] = self._missed = 0.0
             self._steady = 0
@@ -541,8 +560,9 @@ class DraftPlanner:
         self._rounds[arm] += gamma > 0
         view = self.arms[arm].view if gamma and accepted else None
         own = (self.of[arm], self.of_view[view]) if view else ()
+        by = FADE ** (skipped + 1)
         for planner in (one for one in self._all if one not in judged):
-            planner.fade(FADE ** (skipped + (planner not in own)))
+            planner.fade(by / FADE if planner in own else by)
         if not view:
             return
         kept = sum(accepted) / len(accepted)  # by rows that keep as many as are accepted

@@ -258,10 +258,9 @@ class GammaPlanner:
             self.start.correction = self.draft.correction
         self._count(gamma, accepted)
 
-    def count_trials(self, trials: Sequence[Trial], *, anew: bool = True) -> None:
-        """Count drafts that no round verified. anew: they are those of a round, and not of one that is recorded."""
-        if anew:
-            self.fade(DECAY)
+    def count_trials(self, trials: Sequence[Trial], rounds: int = 1) -> None:
+        """Count drafts that no round verified. rounds: whose they are, but for one that is recorded."""
+        self.fade(DECAY**rounds)
         self._apply()
         if (0, True) in trials:
             self._refused, self._luck = 0.0, 1.0

@@ -220,6 +220,7 @@ class Schedule:
     def _launch(self, speculate: bool) -> bool:
         """Start a round: draft, verify, judge, commit. False if the rounds in flight must be collected first."""
         started, captured = time.perf_counter(), self.rounds.capture_seconds
+        aside = 0.0  # seconds of what is no round's own: asking who drafts, and refreshing what drafts read
         live = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
         if self.in_flight and any(request.params.processor is not None for _, request in live):
             return False  # it is asked about texts as they are
@@ -236,10 +237,11 @@ class Schedule:
             limits = [request.may_keep for _, request in live]
             self.planner.limits = limits if min(limits) < MAX_GAMMA else ()
             self.planner.behind = len(self.in_flight)
+            asked = time.perf_counter()
             gamma = self.planner.choose(self.rounds.keys_read(plan))
             if self.planner.fixed is None:  # each process has its own clock
                 gamma, self.planner.arm = divmod(self.parallel.same(gamma * MOST_ARMS + self.planner.arm), MOST_ARMS)
-            self._chosen = gamma
+            self._chosen, aside = gamma, time.perf_counter() - asked
             if policy and gamma:
                 policy.use(self.planner.arm)
         plan = plan.with_gamma(self._chosen)
@@ -257,12 +259,13 @@ class Schedule:
         before = 0.0 if self.in_flight else time.perf_counter() - started
         if policy and gamma:
             policy.host_before_round(self.state, plan)
+            asked = time.perf_counter()
             self.rounds.refresh(plan)
             self._drafted_at = {**self._drafted_at, **plan.lengths}
             self.stats.kv_bytes += policy.kv_bytes(plan)
             if not self.rounds.capture:
-                self.rounds.synchronize()  # what refreshes a selection is not the host's time
-        ready = time.perf_counter()
+                self.rounds.synchronize()
+            aside += time.perf_counter() - asked
         n_splits = splits_in_view(self.cache, self.rounds.in_view(plan.n_keys + gamma))
         self.stats.kv_bytes += len(self.slots) * self.cache.bytes_read(n_splits * SPLIT)
         watched = self.on_round is not None
@@ -275,7 +278,7 @@ class Schedule:
             self.stats.decode_seconds += seconds
             if round_.timestamps:
                 begun_at, *_, verified = round_.timestamps
-                round_.host_seconds = begun_at - ready + time.perf_counter() - verified - round_.watching
+                round_.host_seconds = seconds - aside - (verified - begun_at)
         else:
             round_.host_seconds, round_.exposed_seconds = seconds, before
         return True
@@ -320,7 +323,7 @@ class Schedule:
         stats.decode_tokens += sum(len(event.tokens) for event in events)
         if looking_up:
             self.planner.count_lookup(looking_up, gamma, arm=arm)
-        working = time.perf_counter() - started
+        own = working = time.perf_counter() - started
         if round_.begun_event:  # it ran while the host worked, and perhaps whoever consumes the tokens: not his time
             device, collecting = round_.device_seconds, time.perf_counter() - collected
             exposed = round_.exposed_seconds + (0.0 if self.in_flight else collecting)  # the device waited meanwhile
@@ -336,7 +339,9 @@ class Schedule:
             stats.verify_seconds += verified - drafted
             if round_.planned and events:
                 self.planner.record(gamma, keys_read, drafted - begun, verified - drafted, taken, arm=arm)
-                self.planner.record_host(gamma, round_.host_seconds + time.perf_counter() - started, arm=arm)
+                if gamma:  # of plain rounds hardly any is recorded
+                    own = time.perf_counter() - started
+                self.planner.record_host(gamma, round_.host_seconds + own, arm=arm)
         if self.on_round:
             self.on_round(self._round_event(round_, events))
         return events

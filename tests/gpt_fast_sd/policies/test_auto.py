@@ -43,10 +43,11 @@ def test_arms_in_turns_emit_the_plain_tokens_and_a_draft_model_that_is_the_targe
     monkeypatch.setattr(planner, "choose", choose)
     trials, rounds = Counter[Trial](), []
     counted = planner.of_view["lookup"]  # type: ignore[union-attr]
-    monkeypatch.setattr(counted, "count_trials", lambda found, anew: trials.update(found))
+    monkeypatch.setattr(counted, "count_trials", lambda found, rounds: trials.update(found))
     one.on_round = rounds.append
     got = one.generate(PROMPTS, PARAMS)
     one.on_round = None
+    planner.found()  # counts what waits to be counted
     assert [c.tokens for c in got] == [c.tokens for c in one.generate(PROMPTS, PARAMS, speculate=False)]
     assert len(chosen) - len(rounds) == captured and set(chosen) == set(turns.split())  # one was launched ahead
     if turns == "- guided":  # what lookup would have drafted was counted: in both kinds of rounds, of all texts
