@@ -299,7 +299,8 @@ class DraftPlanner:
         speeds = {(0, 0): plain} | self._speeds(took)
         run = self.seconds_run + min(self.to_come, HORIZON) / plain  # seconds, if no more is drafted
         share = self._share = max(LOSING * run, STAKE / plain)
-        n = 1 + self.behind  # rounds that lose so much if no draft is kept: this one, and those that are not known yet
+        # rounds that lose so much if no draft is kept: this one, and those that are not known yet
+        n = 1 + (self.behind if self._going[1] else 0)
         gained = {view: gained + share for view, gained in self._gained.items() if self._shows(view)}
         most = {i: gained.get(self.arms[i].view, -inf) / n + 1 / plain for i in self.ready}  # seconds that one may take
         known = {(i, g): v for (i, g), v in speeds.items() if not g or took[i][g] <= most[i]}
@@ -308,7 +309,8 @@ class DraftPlanner:
             best = self._last
         run = self.seconds_run + min(self.to_come, HORIZON) / known[best]
         debt = max(self.lost, -sum(gained for gained in self._gained.values() if gained < 0))
-        room, paying = (LOSING * run - self.lost) / n, (PAYING * run - debt) / n
+        room = (LOSING * run - self.lost) / n
+        paying = max(room, (PAYING * run - debt) / n)
         tried = self._to_try(took, best, speeds, room, paying)
         seen = min(self.plain.verify[0].seen, 4)  # only plain rounds show what they take
         gains = known[best] / plain
@@ -449,7 +451,7 @@ class DraftPlanner:
     def count_lookup(self, rows: Sequence[tuple[LookupTrials, Sequence[int]]], gamma: int, *, arm: int) -> None:
         """Count what lookup would have drafted for rows that continue with what a round of an arm emitted.
 
-        Once that is known it is counted when it is asked who drafts: rounds may be short.
+        Once that is known it waits until it is asked who drafts, as rounds may be short, unless one in flight hides it.
         """
         if arm == self._lookup and gamma:
             self._count_waiting()
@@ -457,9 +459,10 @@ class DraftPlanner:
             self._count_trials(trials, 0)
             return
         self._waiting.append(rows)
-        if not self._shows(LOOKUP):
+        known = self._shows(LOOKUP)
+        if not known or self.behind or len(self._waiting) >= LAST_STEADY:
             self._count_waiting()
-            if self._shows(LOOKUP):
+            if self._shows(LOOKUP) and not known:
                 self._steady = 0
 
     def _count_trials(self, trials: Sequence[Trial], rounds: int) -> None:
@@ -472,13 +475,12 @@ class DraftPlanner:
         if not self._waiting:
             return
         gamma, plain = self.plain._tier(min(MOST, max(self.tiers))), self.plain.seconds(0, self._n_keys)
-        costs, trials = self.of[self._lookup or 0].seconds(gamma, self._n_keys) - plain, list[Trial]()
+        costs = self.of[self._lookup or 0].seconds(gamma, self._n_keys) - plain
         for rows in self._waiting:
             of_round = [one for row, new in rows for one in row.follow(new)]
             gained = sum(accepted * plain - (not before) * costs for before, accepted in of_round) / len(rows)
             self._missed = max(0.0, self._missed + gained)
-            trials += of_round
-        self._count_trials(trials, len(self._waiting))
+            self._count_trials(of_round, 1)
         self._waiting = []
         if self._gained[LOOKUP] < 0 and self._missed > MISSED * self._share > 0:
             self._gained[LOOKUP] = self._missed = 0.0
@@ -556,7 +558,7 @@ class DraftPlanner:
         self.seconds_run += seconds + skipped * plain
         if self.seconds_run > LONG * plain:  # what was long ago allows no losses now, and forbids none
             self.seconds_run, self.lost, self._missed = self.seconds_run / 2, self.lost / 2, self._missed / 2
-            self._gained = {view: gained / 2 for view, gained in self._gained.items()}
+            self._gained, self._steady = {view: gained / 2 for view, gained in self._gained.items()}, 0
         self._rounds[arm] += gamma > 0
         view = self.arms[arm].view if gamma and accepted else None
         own = (self.of[arm], self.of_view[view]) if view else ()

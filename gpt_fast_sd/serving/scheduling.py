@@ -293,7 +293,8 @@ class Schedule:
     def _collect(self) -> list[TokenEvent]:
         """Read a round's result: every live request emits at least one token, finished ones leave their slot."""
         started, round_ = time.perf_counter(), self.in_flight.popleft()
-        gamma, arm, events, looking_up = round_.plan.gamma, round_.arm, [], list[tuple[LookupTrials, list[int]]]()
+        gamma, arm, events, looking_up = round_.plan.gamma, round_.arm, [], list[tuple[LookupTrials, Sequence[int]]]()
+        cut = set[int]()  # rows that could not keep as many: what would they have kept?
         read = round_.read(self.rounds.wait)  # the one host read of a round
         collected = time.perf_counter()
         for slot, request in round_.live:
@@ -303,6 +304,8 @@ class Schedule:
             tokens, whose, first_refused = rest[: gamma + 1], rest[gamma + 1 : -1], rest[-1]
             refused = [first_refused, *tokens[accepted + 1 : judged]] if accepted < judged else []
             sources = [*(round_.proposers[i] for i in whose[:accepted]), "target"]
+            if request.may_keep < gamma or request.params.max_tokens - len(request.tokens) <= gamma:
+                cut.add(request.index)
             logprobs = found_of(read[slot][2 * gamma + 5 :], gamma + 1, request.params.logprobs)
             event = request.commit(tokens[:emitted], sources, judged, accepted, refused, logprobs)
             if request.failed and len(event.tokens) > request.failed[0]:
@@ -310,19 +313,20 @@ class Schedule:
                 self.on_failed(request.index, request.failed[1])
             else:
                 events.append(event)
-                looking_up += [(request.lookup, event.tokens)] if request.lookup else []
+                looking_up += [(request.lookup, (*event.tokens,))] if request.lookup else []
             if request.finish_reason:
+                cut |= {request.index} if request.finish_reason != "length" else set()
                 self.release(slot)
         self.agreement.note(f"tokens of round {self.n_rounds}", [(e.index, e.tokens, e.accepted) for e in events])
         stats, keys_read = self.stats, self.rounds.keys_read(round_.plan)
         stats.count(gamma, [event.drafted for event in events], [event.accepted for event in events])
-        # what would rows have kept that may not keep so many, or ended meanwhile?
-        cut = {request.index for _, request in round_.live if request.may_keep < gamma or request.finish_reason}
         taken = [event.accepted for event in events if event.index not in cut]
         stats.row_rounds += len(events)
         stats.decode_tokens += sum(len(event.tokens) for event in events)
+        judging = -time.perf_counter()  # of any round now, or when it is asked who drafts
         if looking_up:
             self.planner.count_lookup(looking_up, gamma, arm=arm)
+        judging += time.perf_counter()
         own = working = time.perf_counter() - started
         if round_.begun_event:  # it ran while the host worked, and perhaps whoever consumes the tokens: not his time
             device, collecting = round_.device_seconds, time.perf_counter() - collected
@@ -341,7 +345,7 @@ class Schedule:
                 self.planner.record(gamma, keys_read, drafted - begun, verified - drafted, taken, arm=arm)
                 if gamma:  # of plain rounds hardly any is recorded
                     own = time.perf_counter() - started
-                self.planner.record_host(gamma, round_.host_seconds + own, arm=arm)
+                self.planner.record_host(gamma, round_.host_seconds + own - judging, arm=arm)
         if self.on_round:
             self.on_round(self._round_event(round_, events))
         return events
