@@ -343,9 +343,7 @@ class GammaPlanner:
         self._apply()
         shown, rates = zip(self._accepted[:n], self._trials[:n], strict=True), list[float]()
         if not isinstance(prior, float):
-            return [
-                (accepted + weight * rate) / (n + weight) for (accepted, n), rate in zip(shown, prior, strict=False)
-            ]
+            return [(kept + weight * rate) / (of + weight) for (kept, of), rate in zip(shown, prior, strict=True)]
         for accepted, trials in shown:
             prior = (accepted + weight * prior) / (trials + weight)
             rates.append(prior)

@@ -294,7 +294,7 @@ class Schedule:
         """Read a round's result: every live request emits at least one token, finished ones leave their slot."""
         started, round_ = time.perf_counter(), self.in_flight.popleft()
         gamma, arm, events, looking_up = round_.plan.gamma, round_.arm, [], list[tuple[LookupTrials, Sequence[int]]]()
-        cut = set[int]()  # rows that could not keep as many: what would they have kept?
+        cut = set[int]()  # rows that could not keep all drafts, so that nobody knows what they would have kept
         read = round_.read(self.rounds.wait)  # the one host read of a round
         collected = time.perf_counter()
         for slot, request in round_.live:
@@ -315,7 +315,8 @@ class Schedule:
                 events.append(event)
                 looking_up += [(request.lookup, (*event.tokens,))] if request.lookup else []
             if request.finish_reason:
-                cut |= {request.index} if request.finish_reason != "length" else set()
+                if request.finish_reason != "length":
+                    cut.add(request.index)
                 self.release(slot)
         self.agreement.note(f"tokens of round {self.n_rounds}", [(e.index, e.tokens, e.accepted) for e in events])
         stats, keys_read = self.stats, self.rounds.keys_read(round_.plan)
