@@ -50,6 +50,7 @@ from measuring.tables import Column, Table, number, shown
 
 PROGRAM, CPU = "results.py", ROOT / "benchmarks" / "cpu"
 SOURCES = "gpt_fast_sd", "model", "tp"  # what an engine is
+KERNELS = re.compile(r"gpt_fast_sd/fast/triton/(?!stand_ins)")  # of it, what no CPU runs
 Record = dict[str, Any]
 MODEL = "--model smollm2 --dtype bf16"
 DRAFTERS = "streaming,snapkv,quest,guided,early_exit,hierarchy,lookup"
@@ -501,9 +502,10 @@ def write_pages() -> Iterable[Path]:
 
 
 def engine_here() -> str:
-    """A short name of the sources that an engine is of: of Python's by their syntax, without layout and comments."""
+    """A short name of the sources that an engine on a CPU is of: of Python's by their syntax, without comments."""
     listed = subprocess.run(["git", "ls-files", *SOURCES], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = [file for name in sorted(listed.split()) if not (file := ROOT / name).is_symlink() and file.suffix != ".md"]
+    names = sorted(name for name in listed.split() if not KERNELS.match(name))
+    files = [file for name in names if not (file := ROOT / name).is_symlink() and file.suffix != ".md"]
     parts = [ast.dump(ast.parse(f.read_bytes())).encode() if f.suffix == ".py" else f.read_bytes() for f in files]
     return short_name(b"\0".join(parts))
 
