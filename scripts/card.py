@@ -178,7 +178,7 @@ def report(
         recorder,
         f"{Path(model).name}, {f'{engine.draft.policy} drafts' if engine.policy else 'decoded plainly'}",
         ways=comparison.ways if comparison else {"speculative" if engine.policy else "plain": Way.of([stats])},
-        facts=about(engine, prompts, stats, comparison),
+        facts=about(engine, prompts, stats, comparison) + found(engine, stats),
         names=mine,
         verdict=verdict(engine, comparison) if comparison else (),
         left_out=[f"Texts: those of other replicas ({others:,}), whose rounds are their own."] if others else (),
@@ -189,12 +189,16 @@ def document(
     engine: Engine, model: str, completions: Sequence[Completion], stats: EngineStats, comparison: Comparison | None
 ) -> dict[str, Any]:
     """The JSON document of a run: completions and their cost; model: its name as given."""
-    planner = engine.schedule.planner
+    planner = engine.schedule.planner  # why_not: "" where something pays
     return {
         "completions": [as_record(completion) for completion in completions],
         "stats": stats.as_dict(),
         **({"plain": comparison.as_dict()} if comparison else {}),
-        **({"found": [vars(one) for one in planner.found()]} if isinstance(planner, DraftPlanner) else {}),
+        **(
+            {"found": [vars(one) for one in planner.found()], "why_not": planner.why_not()}
+            if isinstance(planner, DraftPlanner)
+            else {}
+        ),
         "config": {
             "model": model,
             "engine": dataclasses.asdict(engine.config),

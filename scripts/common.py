@@ -64,8 +64,9 @@ class ProgressLine:
                 self._said = True
                 print(f"prefilling {total - done:,} tokens ...", file=sys.stderr, flush=True)
             self._bar = tqdm(
-                total=total, initial=done, desc=what, unit="", unit_scale=True, leave=False, delay=1.0, disable=None
-            )
+                total=total, initial=done, desc=what, unit="", unit_scale=True, leave=False, delay=1.0, mininterval=0.5,
+                disable=None,
+            )  # fmt: skip
             self._closed, self._ticked = threading.Event(), False
             if not self._bar.disable:
                 threading.Thread(target=self._tick, args=(self._bar, self._closed), daemon=True).start()

@@ -88,13 +88,13 @@ def compare(
     first = engine.stats
     plain, speculative = [], [first]
     began = time.perf_counter()
-    plainly = engine.generate(prompts, params, speculate=False)
+    plainly = decoded(engine, prompts, params, speculate=False)
     plain.append(engine.stats)
     quick = engine.parallel.same(time.perf_counter() - began < SHORT_RUN)  # each process has its own clock
     for _ in range(RUNS - 1 if quick else 0):
-        engine.generate(prompts, params)
+        decoded(engine, prompts, params)
         speculative.append(engine.stats)
-        engine.generate(prompts, params, speculate=False)
+        decoded(engine, prompts, params, speculate=False)
         plain.append(engine.stats)
     for stats in plain + speculative:
         stats.prefill_seconds, stats.prefill_tokens = first.prefill_seconds, first.prefill_tokens
@@ -104,6 +104,20 @@ def compare(
     is_quantized = engine.config.quantize is not None or engine.config.kv_dtype in QUANTIZED_CACHES
     unquantized = plainly_unquantized(engine, model, prompts, params, len(plain)) if is_quantized else None
     return Comparison(plain, speculative, len(greedy), found, unquantized)
+
+
+def decoded(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, speculate: bool = True
+) -> list[Completion]:
+    """Engine.generate, which tells on_progress how far it is."""
+    found, n, total = dict[int, Completion](), 0, sum(p.max_tokens for p in params)
+    for event in engine.stream(prompts, params, speculate=speculate):
+        n += len(event.tokens)
+        if event.completion:
+            found[event.index] = event.completion
+        if engine.on_progress:  # a row may end before it has all its tokens
+            engine.on_progress("decode", total if len(found) == len(prompts) else n, total)
+    return [found[index] for index in range(len(prompts))]
 
 
 def plainly_unquantized(
@@ -129,6 +143,6 @@ def plainly_unquantized(
         other.warm_up()
         found = []
         for _ in range(runs):
-            other.generate(prompts, params)
+            decoded(other, prompts, params)
             found.append(other.stats)
     return found

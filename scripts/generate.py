@@ -344,13 +344,17 @@ def run(
     engine: Engine, mine: list[int], prompts: list[list[int]], params: list[SamplingParams], screen: Screen
 ) -> list[Completion]:
     """Generate and print; mine: the places of these prompts among those of all replicas."""
-    done = {}
+    done, n, total = {}, 0, sum(p.max_tokens for p in params)
     for event in engine.stream(prompts, params):
         screen.show(event, mine[event.index])
+        n += len(event.tokens)
+        if engine.on_progress and not screen.live:
+            engine.on_progress("decode", n, total)
         if screen.alone:
             end_if_nobody_reads()
         if event.completion:
             done[event.index] = dataclasses.replace(event.completion, index=mine[event.index])
+    screen.progress.clear()
     return [done[index] for index in range(len(prompts))]
 
 

@@ -350,6 +350,16 @@ def of_speculation(found: Record) -> list[str]:
     return [*table.markdown(rows), "", f"Greedy; distinct 4-grams of our plain text, by context: {distinct}."]
 
 
+def of_beside(found: Record) -> list[str]:
+    """Plain decoding of an engine that is not alone on the cores."""
+    table = Table(
+        Column("beside", lambda row: row["beside"]), number("tokens/s", "tokens_per_second", ".1f"),
+        Column("of alone", lambda row: "{over_alone:.0%} ({least:.0%}-{most:.0%})".format(**row)),
+    )  # fmt: skip
+    what = f"Plain decoding, {found['rows']} rows of {found['context']} tokens, {found['threads']} threads an engine."
+    return [*table.markdown(found["results"]), "", what]
+
+
 PARTS = (
     Part("first", "generate.py", of_first),
     Part("steps", "steps.py --model smollm2 --batch 1,8 --context 512,6000 --gamma 2", of_steps),
@@ -367,6 +377,7 @@ PARTS = (
         "--draft guided --budget 256 --batch 1 --context 512,4k --gamma 3 --max-new-tokens 128 --pairs 3 --text TEXTS",
         of_precision, goes_on=True,
     ),
+    Part("beside", "maintain/not_alone.py --model smollm2", of_beside),
     Part("proof", "verify.py --model smollm2 --draft guided --budget 64 --exact", of_proof),
     Part("int8_cache", f"{QUALITY} --kv-dtype int8"),
     Part("int8_weights", f"{QUALITY} --quantize int8"),
@@ -390,6 +401,7 @@ PAGE: dict[str, tuple[str, ...]] = {  # headings, and the parts below each
     "The same to 16,000 tokens, the bundled model of 8 M parameters": ("long",),
     "Auto beside fixed drafts": ("sweep", "fixed", "fixed_lookup"),
     "Acceptance over the budget": ("accepted_greedy", "accepted_sampled"), "Where a step's time goes": ("steps",),
+    "Not alone on the cores": ("beside",),
     "Fewer bits: speed": ("precision",), "Fewer bits: what they cost": ("int8_cache", "int8_weights", "int4_weights"),
     "Lossless": ("proof",), "Next to others: plain decoding": ("peers",),
     "The same at 7,500 tokens, llama.cpp alone": ("peers_longer",),
@@ -444,12 +456,14 @@ def front(folder: Path, readme: str) -> str:
     n_rows, n_equal = map(sum, zip(*(equal_rows(found[name]) for name in made), strict=True))
     equal = f"**all {n_rows}**" if n_equal == n_rows else f"**{n_equal} of {n_rows}**"
     ends = {name: f"{min(busy):.2f}x to {max(busy):.2f}x" for name, (busy, _) in made.items()}
-    cpus, sets = dict[str, float](), sorted(CPU.glob("*/set.json"), key=lambda file: str(read(file)["date"]))
+    cpus, sets = dict[str, str](), sorted(CPU.glob("*/set.json"), key=lambda file: str(read(file)["date"]))
     for file in sets:  # the newest of each kind tells
         other = read(file)
         if "first" in other["parts"] and not other["environment"].get("forced"):
-            cpus[CALLED[other["environment"]["instructions"]]] = gain(read(file.parent / "first.json"))
-    gains = ", ".join(f"**{times:.2f}x** ({name})" for name, times in sorted(cpus.items()))
+            older = "" if other["engine"] == read(folder / "set.json")["engine"] else ", an older engine"
+            name = CALLED[other["environment"]["instructions"]]
+            cpus[name] = f"**{gain(read(file.parent / 'first.json')):.2f}x** ({name}{older})"
+    gains = ", ".join(cpus[name] for name in sorted(cpus))
     text = (
         f"On two cores the first command below runs at {gains} of plain decoding (calls differ).\nOver batches and "
         f"contexts, sampled, `--draft auto` makes, where it drafts (else plain), {ends['sweep']} with SmolLM2-135M\n"

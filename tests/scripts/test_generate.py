@@ -128,8 +128,9 @@ def test_help_describes_every_policy_and_a_draft_model(capsys: Printed) -> None:
     assert "--draft-model M       folder, GGUF file or hub id" in shown
 
 
-def test_unless_told_otherwise_it_finds_out_who_drafts_and_says_what_it_found(prints: Says) -> None:
-    lines = prints(*NIGHT[:-2], "--max-new-tokens", "24", "--gamma", "auto", "--json", "-").strip().splitlines()
+def test_unless_told_otherwise_it_finds_out_who_drafts_and_says_what_it_found(prints: Says, tmp_path: Path) -> None:
+    argv = *NIGHT[:-2], "--max-new-tokens", "24", "--gamma", "auto", "--report", str(page := tmp_path / "run.html")
+    lines = prints(*argv, "--json", "-").strip().splitlines()
     run, card = json.loads(lines[-1]), "\n".join(lines[:-1])
     assert run["config"]["draft"]["policy"] == "auto" and rows(card)["draft"] == "auto, budget 256, gamma auto"
     names = {one["name"] for one in run["found"]}
@@ -140,6 +141,8 @@ def test_unless_told_otherwise_it_finds_out_who_drafts_and_says_what_it_found(pr
     shown = re.findall(r"(?m)^  (tried|not tried|judged) +([a-z0-9 ]+): ([\d,]+) rounds, [\d.]+ x of plain", card)
     told = [(one["rounds"], "judged" if one["name"] == "lookup" else "not tried") for one in timed.values()]
     assert shown == [("tried" if n else when, name, f"{n:,}") for name, (n, when) in zip(timed, told, strict=True)]
+    assert all(name in page.read_text("utf-8") for name in timed) and isinstance(run["why_not"], str)
+    assert rows(card).get("nothing pays", run["why_not"]).startswith(run["why_not"])
     left_out = names - set(timed)
     assert not left_out or set(rows(card)["left out"].partition(":")[0].split(", ")) == left_out
 
