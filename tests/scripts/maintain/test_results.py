@@ -11,7 +11,7 @@ from tests.helpers import Patch
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_every_page_shows_what_the_program_writes(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_every_page_shows_what_the_program_writes(monkeypatch: Patch) -> None:
     written = dict[str, str]()
     monkeypatch.setattr(results, "write_whole", lambda path, text: written.update({str(path): text}))
     pages = [*results.write_pages()]
