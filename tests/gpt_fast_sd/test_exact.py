@@ -112,7 +112,11 @@ def test_arms_that_take_turns_with_plain_rounds_give_the_bits_of_an_engine_witho
     monkeypatch.setattr(planner, "promising", lambda few, many: range(len(planner.arms)))
     turns = itertools.cycle([(arm, gamma) for arm in range(len(planner.arms)) for gamma in (4, 0)])
 
-    monkeypatch.setattr(planner, "choose", lambda n_keys: vars(planner).update(arm=(one := next(turns))[0]) or one[1])
+    def choose(n_keys: int) -> int:
+        planner.arm, gamma = next(turns)
+        return gamma
+
+    monkeypatch.setattr(planner, "choose", choose)
     assert covers(one.run(PROMPTS, PARAMS), Watched("off").run(PROMPTS, PARAMS))
 
 
