@@ -88,10 +88,11 @@ def inspect_kernel(kernel: CompiledKernel) -> Compiled:
     return Compiled(warps=meta.num_warps, registers=int(used[1]), **memory, **counted, **text)
 
 
-def assert_lean(compiled: Compiled, cap: int) -> None:
-    """No register is spilled, products overlap, and a block's memory suffices."""
+def assert_lean(compiled: Compiled, cap: int, *, overlaps: bool = True) -> None:
+    """No register is spilled, products overlap, unless each is read at once, and a block's memory suffices."""
     assert compiled.stack == compiled.spills == 0, compiled
-    assert_overlapping(compiled)
+    if overlaps:
+        assert_overlapping(compiled)
     assert_fits(compiled, cap)
 
 

@@ -60,11 +60,11 @@ def likeliest(cap: int, n_rows: int, n_vocab: int) -> list[Launch]:
     return launched(cap, call)
 
 
-def assert_all_lean(launches: list[Launch], cap: int, stack: int = 0) -> None:
+def assert_all_lean(launches: list[Launch], cap: int, stack: int = 0, *, overlaps: bool = True) -> None:
     """At most `stack` bytes per thread are spilled, and an SM holds at least two programs."""
     for launch in launches:
         if launch.compiled.stack > stack or not stack:
-            assert_lean(launch.compiled, cap)
+            assert_lean(launch.compiled, cap, overlaps=overlaps)
         assert_fits(launch.compiled, cap)
         assert_occupancy(launch.compiled, cap, 2)
 
@@ -72,8 +72,8 @@ def assert_all_lean(launches: list[Launch], cap: int, stack: int = 0) -> None:
 def assert_quest_is_built_well(cap: int, **shape: Any) -> None:
     launches = quest(cap, 512, 24, **shape)
     assert [launch.name for launch in launches] == ["score_kernel", "weigh_kernel", "select_kernel"]
-    # Blackwell's assembler spills some of the bounds if a program holds 32 pages of 256 dims.
-    assert_all_lean(launches, cap, stack=96 if cap in (100, 120) and shape.get("head_dim") == 256 else 0)
+    # Blackwell's assembler spills some of the bounds if a program holds 32 pages of 256 dims; of 8 one product is all.
+    assert_all_lean(launches, cap, 96 * ((h := shape.get("head_dim")) == 256 and cap in (100, 120)), overlaps=h != 8)
     score = launches[0]
     if shape.get("dtype") != FP32:
         wide = {90: score.compiled.hgmma, 100: score.compiled.utcmma} if score.kwargs["BLOCK_R"] >= 64 else {}

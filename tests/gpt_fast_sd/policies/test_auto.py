@@ -77,6 +77,9 @@ def test_one_copy_of_each_precision_is_planned_for_and_left_out_where_it_does_no
         room = whole.total - sum(alone[b].draft_weights for b in ("int8", "int4") if b not in kept)
         monkeypatch.setattr(fit, "free_memory", lambda device, room=room: room)
         assert fit.plan_for(system).system.draft.arms == AutoConfig.of(draft, kept).arms
+    given = fit.plan_for(replace(system, draft=replace(draft, draft_model="given"), draft_model=shape))
+    with pytest.raises(ValueError, match="short of that"):  # a draft model that is asked for is not left out
+        given.check(fit.plan_for(system).total)
     monkeypatch.setattr(fit, "free_memory", lambda device: None)
     assert all(arm.quantize != "int8" for arm in fit.plan_for(
         replace(system, config=replace(config, quantize="int8"))).system.draft.arms)  # fmt: skip
@@ -91,6 +94,8 @@ def test_a_gamma_that_is_given_is_that_of_all_arms_or_nothing_is_drafted(gamma: 
     plain = one.generate(PROMPTS, PARAMS)
     one.redraft(DraftConfig(policy="auto"))
     assert [c.tokens for c in one.generate([*PROMPTS, [1, 2]], PARAMS)][:4] == [c.tokens for c in plain]
+    ends = one.generate(PROMPTS, [replace(PARAMS, max_tokens=n) for n in (1, 40, 1, 2)])  # some at once
+    assert [c.tokens for c in ends] == [c.tokens[:n] for c, n in zip(plain, (1, 40, 1, 2), strict=True)]
 
 
 def test_where_nothing_can_pay_no_arm_is_made_and_what_does_not_fit_is_refused_before(monkeypatch: Patch) -> None:
