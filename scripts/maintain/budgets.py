@@ -69,7 +69,7 @@ def budgets() -> list[tuple[str, int, int | None]]:
         ("inputs of all programs", lines(inputs), None),
         ("measuring, with its programs", lines(measuring), 8500),
         ("maintainers' tools", lines(under("scripts/maintain")), None),
-        ("tests", lines(under("tests", "*.py", "*.cpp")), 30_640),
+        ("tests", lines(under("tests", "*.py", "*.cpp")), 30_645),
         ("columns of the widest line in C++", widest, 120),
         ("words of README", prose(readme), 600),
         ("figures of README before Run it", len(re.findall(r"(?<![\w.,-])\d", first)), 12),  # not H200, float8

@@ -1,6 +1,6 @@
 """Make every CPU result that this project commits, with the engine that is here, on the machine that runs this.
 
-    python scripts/maintain/results.py --text books/*.txt           two hours on two quiet cores; stopped, it goes on
+    python scripts/maintain/results.py --text books/*.txt           four hours on two cores of Zen 3; it goes on
     python scripts/maintain/results.py --text books/*.txt --llama-bin build/bin      also llama.cpp's speculation
     python scripts/maintain/results.py --pages                      measure nothing: write the pages anew
 
